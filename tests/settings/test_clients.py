@@ -71,7 +71,6 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
         ("- {clients: 10, batch_size: 2}", "f.yaml, line 3: lowrank.clients.0.clients = 10: there is no client 10;"),
         ("- {clients: [1, 8-12], lr: 1}", "= [1, '8-12']: there is no client 12; federate.client_num is 9"),
         ("- {clients: [], lr: 1}", "expected a client's number, a span such as '3-10', or a list of them"),
-        ("- {clients: 3-1, lr: 1}", "expected a client's number, a span"),
         ("- {batch_size: 2}", "f.yaml, line 2: lowrank.clients.0 = {'batch_size': 2}: expected a mapping with the key"),
         ("- {clients: 1}", "expected settings beside clients: batch_size, local_update_steps"),
         ("- {clients: 1, batchsize: 2}", "line 3: lowrank.clients.0.batchsize cannot be set by client; did you mean"),
@@ -95,7 +94,6 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
             "- {clients: 1, llm: {adapter: {args: [{r: 2, lora_alpha: 3}]}}}",
             "of the adapter, a client may have its own rank",
         ),
-        ("- {clients: 1, llm: {adapter: {args: [5]}}}", "of the adapter, a client may have its own rank"),
         ("nobody.txt", "expected a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)"),
         ("nobody.csv", "nobody.csv: no such file"),
     ],
@@ -116,7 +114,6 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, tex
         ("t.csv", "client,lr\n1,0.1\n12,0.1\n", "t.csv, line 3: client_12 = 12: there is no client 12"),
         ("t.csv", "client,lr\n1,0.1\n1,0.2\n", "t.csv, line 3: client_1.lr is given twice for client 1"),
         ("t.csv", "client,lr\n1,fast\n", "t.csv, line 2: client_1.lr = 'fast': expected a number or nothing"),
-        ("t.csv", "client,speed\n1,2\n", "t.csv, line 2: client_1.speed cannot be set by client"),
         ("t.csv", "client,lr\n1\n", "t.csv, line 2: a cell is not a value, or the header has other columns: ['1']"),
         ("t.csv", "number,lr\n1,2\n", "t.csv, line 1: columns number, lr: expected client, and each column once"),
         ("t.csv", "client,lr\nall,2\n", "t.csv, line 2: client_all = 'all': expected a client's number"),
@@ -127,7 +124,6 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, tex
             "t.yaml, line 2: client_1.train.optimizer.type can",
         ),
         ("t.yaml", "everyone:\n  lr: 1\n", "t.yaml, line 1: everyone = {'lr': 1}: expected client_N with a section"),
-        ("t.yaml", "client_10: {lr: 1}\n", "t.yaml, line 1: client_10 = 10: there is no client 10"),
     ],
 )
 def test_a_file_that_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, name, text, said):
