@@ -231,24 +231,6 @@ def test_a_row_whose_summary_is_damaged_is_trained_again(few, no_curves, tmp_pat
     assert again.final == first.final and path.read_text() == kept
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--methods", "local,pooled"], "rows beside methods; name one method"),
-        (["--methods", "fedlora,local,local"], "distinct rows"),
-        (["--methods", "fedlora", "--seeds", "1"], "two or more different seeds"),
-        (["--methods", "fedlora", "--seeds", "1,1"], "two or more different seeds"),
-        (["--methods", "fedlora", "--seeds", "1,x"], "expected whole numbers"),
-    ],
-)
-def test_wrong_use_is_one_line(few, tmp_path, capsys, arguments, said):
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
-    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), *arguments]) == 2
-    told = capsys.readouterr().err
-    assert said in told and len(told.splitlines()) == 1, told
-    assert not Path(few["outdir"]).exists()
-
-
 @pytest.mark.slow
 def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys, no_curves):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))

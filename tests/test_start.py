@@ -276,7 +276,6 @@ def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["run"], "run needs --cfg FILE, a configuration, or --data FILE"),
         (["run", "--cfg", "a.yaml", "--data", "b.csv"], "run needs --cfg FILE"),
         (["run", "--cfg", "a.yaml", "--text", "x"], "--text: options of --data FILE"),
         (["init", "no.csv"], "no file no.csv"),
