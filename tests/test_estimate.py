@@ -136,14 +136,6 @@ def test_a_step_that_takes_more_than_a_gpu_has(causal_settings, monkeypatch):
     assert found.lacking == ["memory"] and found.seconds is None and "train.checkpointing True" in found.advice
 
 
-@pytest.mark.parametrize(
-    "processes, gpus, most",
-    [(1, [0, 1], 1), (2, [0, 1], 1), (3, [0, 1], 2), (4, [5, 3], 2), (2, [0, 0], 2), (3, [1, 1, 0], 2)],
-)
-def test_processes_that_share_a_gpu(processes, gpus, most):
-    assert estimate.fullest(processes, gpus) == most
-
-
 @pytest.mark.more
 def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
     """The run's own process has a model, and trains nothing; on a CPU a base in the file's dtype is mapped."""

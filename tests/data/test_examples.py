@@ -2,6 +2,7 @@ import numpy as np
 import torch
 
 from fs_lowrank.data.examples import Examples
+from fs_lowrank.data.ragged import Ragged
 
 
 def classes():
@@ -44,3 +45,21 @@ def test_fingerprint_depends_only_on_the_contents():
         Examples({"input_ids": [[5, 6], [7], [8, 9, 10]]}, [1, 1, 1]).fingerprint(),
     }
     assert len(different) == 5
+
+
+def test_the_fingerprint_is_of_the_rows_in_their_order():
+    examples = Examples({"input_ids": [[1, 2], [3], [4, 5, 6]]}, np.array([0, 1, 1]))
+    # recorded before all rows lay in one array
+    assert examples.fingerprint() == "bbe9e3440fbc03a9b40e70d4fafbd8f5c42748bda5ff203efe695d9d5e728f60"
+
+
+def test_values_take_32_bits_where_they_fit():
+    assert classes().columns["input_ids"].values.dtype == np.int32
+    assert Ragged.of([[1 << 40]]).narrowed().values.dtype == np.int64
+
+
+def test_sums_over_the_rows_of_each_owner():
+    ragged = Ragged.by_owner(np.array([2, 0, 2, 1, 0, 4]), 6)
+    of = np.array([1, 10, 100, 1000, 10000, 5])
+    assert ragged.sums(of).tolist() == [10010, 1000, 101, 0, 5, 0]
+    assert ragged.select(np.array([2, 3, 0])).sums(of).tolist() == [101, 0, 10010]
