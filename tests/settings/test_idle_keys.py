@@ -135,6 +135,13 @@ def test_defaults_are_never_reported(method, keys_of):
     [
         ({"data.args": [{"max_len": 12}], "llm.tok_len": 50}, "llm.tok_len"),
         ({"eval.freq": 0, "early_stop.patience": 3}, "early_stop.patience"),
+        ({"early_stop.delta": 0.3}, "early_stop.delta"),
+        ({"model.task": "CausalLM", "eval.generate.prompts": 9}, "eval.generate.prompts"),
+        ({"train.cache_frozen_dir": "c", "train.cache_frozen_shared": 0}, "train.cache_frozen_dir"),
+        ({"model.max_memory": ["cpu=1GiB"]}, "model.max_memory"),
+        ({"model.use_bias": False}, "model.use_bias"),
+        ({"model.type": "lenet", "train.frozen_dropout": True}, "train.frozen_dropout"),
+        ({"fedopt.optimizer.lr": 0.3}, "fedopt.optimizer.lr"),
         ({"federate.make_global_eval": False, "eval.metrics": ["f1"]}, "eval.metrics"),
         ({"federate.make_global_eval": False, "eval.split": ["test"]}, "eval.split"),
         ({"train.optimizer.dampening": 0.5}, "train.optimizer.dampening"),
@@ -223,6 +230,9 @@ def test_keys_that_few_rounds_make_idle(keys, idle, fewest):
     "keys",
     [
         {"eval.freq": 0},
+        {"use_gpu": True, "device": 0, "fedopt.use": True, "fedopt.optimizer.lr": 0.3},
+        {"model.type": "lenet", "model.use_bias": False},
+        {"train.cache_frozen_shared": 0, "train.cache_frozen_bytes": 1e6},
         {"dataloader.batch_tokens": 200, "dataloader.batch_size": 3},  # of which evaluations still take the number
         {"data.args": [{"max_len": 12}]},
         {"data.max_dropped": 0.5},
