@@ -80,7 +80,6 @@ def close(ours, plain, tolerance=1e-5):
 
 
 CASES = {
-    "several steps": ("encoder", {}),
     "a language model": ("causal", {}),
     "unequal numbers of batches": ("encoder", {"train.batch_or_epoch": "epoch", "train.local_update_steps": 2}),
     "unequal batches": ("encoder", {"dataloader.batch_size": 30}),
@@ -110,7 +109,6 @@ CASES = {
     "states computed": ("causal", {"train.cache_frozen": "off"}),
     "unequal ranks": ("encoder", {"federate.method": "flexlora", "lowrank.ranks": [1, 3, 2]}),
     "ranks of a language model": ("causal", {"federate.method": "flora", "lowrank.ranks": [3, 1]}),
-    "personal parts": ("encoder", {"federate.method": "pfedloru", "train.batch_or_epoch": "epoch"}),
     "dropout of the adapter": (
         "causal",
         {"llm.adapter.args": [{"r": 2, "alpha": 6, "dropout": 0.3, "modules": ["q_proj", "v_proj"]}]},

@@ -34,13 +34,6 @@ def test_a_round_with_fewer_updates_than_the_rule_needs_is_a_bad_round(config):
         fs_lowrank.run(config(**keys))
 
 
-@pytest.mark.more
-def test_such_rounds_are_skipped_with_on_bad_round_skip(config):
-    keys = {"lowrank.robust": "krum", "lowrank.drop_rate": 0.5, "seed": 3, "lowrank.on_bad_round": "skip"}
-    result = fs_lowrank.run(config(**keys))
-    assert any("needs 5 updates" in record.get("skipped", "") for record in result.history)
-
-
 def test_a_server_that_sees_only_sums_is_refused(config):
     with pytest.raises(fs_lowrank.UserError, match="needs the update of each client"):
         fs_lowrank.run(config(**{"lowrank.robust": "median", "federate.online_aggr": True}))

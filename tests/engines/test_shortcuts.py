@@ -9,6 +9,8 @@ from transformers import AutoModel
 from fs_lowrank.errors import say_once
 from tests.cases import save_family
 
+pytestmark = pytest.mark.more
+
 OFF = {"train.only_read": "off", "train.blocks": 1}
 
 
@@ -31,7 +33,6 @@ METHODS = {
 @pytest.mark.parametrize(
     "task, method", [*(("encoder", name) for name in METHODS), ("causal", "rolora"), ("causal", "fedavg")]
 )
-@pytest.mark.more
 def test_the_same_run(make, task, method):
     keys = {"federate.method": method, **METHODS[method]}
     ours, plain = make(task, {**keys, "train.blocks": 3}), make(task, {**keys, **OFF})
@@ -46,7 +47,6 @@ def test_the_same_run(make, task, method):
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 
 
-@pytest.mark.more
 def test_a_model_whose_last_layer_is_computed_for_all_positions(make, tmp_path, caplog):
     keys = {
         "model.type": f"{save_family(tmp_path / 'model', 'distilbert', AutoModel)}@transformers",

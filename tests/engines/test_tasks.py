@@ -201,10 +201,6 @@ def test_an_encoder_decoder_model(t5):
             {"eval.metrics": ["pearson"]},
             "eval.metrics.0 = 'pearson': it is for SequenceRegression; model.task is Sequence",
         ),
-        (
-            {"eval.best_res_update_round_wise_key": "val_f1"},
-            "no metric 'f1' is measured; .*val_ may be followed by: loss",
-        ),
     ],
 )
 def test_what_does_not_fit_classes_is_refused(few, keys, said, task_files):

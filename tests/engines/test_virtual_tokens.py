@@ -128,7 +128,7 @@ def test_tokens_that_start_as_the_words_of_a_text(tiny_causal, language_model):
     assert torch.equal(model.prompt_encoder["default"].embedding.weight, words)
 
 
-@pytest.mark.parametrize("kind", ["prefix", *(pytest.param(kind, marks=pytest.mark.more) for kind in KINDS[1:])])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_encoder_decoder_model(causal_settings, task_files, kind):
     keys = {"model.type": f"{task_files}@huggingface_llm", "model.task": "Seq2SeqLM", **args(kind)}
     keys |= {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.5}, "eval.before": True}
@@ -138,16 +138,8 @@ def test_an_encoder_decoder_model(causal_settings, task_files, kind):
     assert all(t.shape[0] == 3 for n, t in result.model.state_dict().items() if n in sent and "embedding" in n)
 
 
-@pytest.mark.parametrize(
-    "task, kind",
-    [
-        pytest.param(
-            task, kind, marks=() if (task[0], kind) in (("S", "prefix"), ("M", "prompt")) else pytest.mark.more
-        )
-        for task in ("SequenceRegression", "MultiLabelClassification")
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", ["SequenceRegression", "MultiLabelClassification"])
 def test_numbers_and_sets_of_classes(settings, task_files, task, kind):
     file, label = ("scores.csv", "score") if task == "SequenceRegression" else ("sets.jsonl", "label")
     keys = {"data.type": str(task_files / file), "data.args": [{"label": label}], "model.task": task, **args(kind)}
