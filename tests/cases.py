@@ -166,6 +166,24 @@ def same_model(a: Any, b: Any, atol: float = 0.0) -> None:
         assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name
 
 
+def same_end(ours: Any, plain: Any, tolerance: float = 1e-5) -> None:
+    """The state, personal tensors, losses, scores and bytes of two engines that have run are equal, up to rounding."""
+    import pytest
+    import torch
+
+    parts = [(ours.ledger.state, plain.ledger.state)]
+    parts += [(ours.workspace.personal[client], own) for client, own in plain.workspace.personal.items()]
+    for found, wanted in parts:
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, atol=tolerance, rtol=tolerance)
+    for a, b in zip(ours.recorder.history, plain.recorder.history, strict=True):
+        assert a["clients"] == b["clients"] and a["failed"] == b["failed"] == []
+        assert a["uplink_bytes"] == b["uplink_bytes"] and a["loss"] == pytest.approx(b["loss"], abs=tolerance)
+        for split, scores in b["metrics"].items():
+            assert a["metrics"][split]["loss"] == pytest.approx(scores["loss"], abs=10 * tolerance)
+
+
 def same_run(local: Any, other: Any, shares_model: bool = True) -> None:
     """The global tensors of two results are equal to the bit, and so are the records except for seconds, the last, best
     and first scores, and what is saved of the best round.

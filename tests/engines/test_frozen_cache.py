@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from tests.cases import save_family
+from tests.cases import same_end, save_family
 
 pytestmark = pytest.mark.more
 
@@ -22,15 +22,6 @@ def make(make_engine):
     return lambda task, keys: make_engine(task, {**few, **keys})
 
 
-def close(one, other, tolerance=1e-6):
-    assert one.ledger.state.keys() == other.ledger.state.keys()
-    for name, value in one.ledger.state.items():
-        torch.testing.assert_close(value, other.ledger.state[name], atol=tolerance, rtol=tolerance)
-    for a, b in zip(one.recorder.history, other.recorder.history):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
-        assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
-
-
 @pytest.mark.parametrize(
     "task, method", [("encoder", "rolora"), ("encoder", "flora"), ("causal", "rolora"), ("causal", "flexlora")]
 )
@@ -44,7 +35,7 @@ def test_results_with_and_without_the_cache_are_equal(make, task, method):
         engine.run()
         assert engine.workspace.prefix.depth == 1
     assert len(kept.workspace.prefix.cached) == 5 and not computed.workspace.prefix.cached
-    close(kept, computed)
+    same_end(kept, computed, tolerance=1e-6)
 
 
 def test_dropout_above_stays_on(make):
@@ -77,7 +68,7 @@ def test_clients_that_train_on_few_of_their_samples_are_cached_if_the_key_says_a
         engine.run()
     cached = {value: sum("client" in o for o in engine.workspace.prefix.cached) for value, engine in runs.items()}
     assert cached["auto"] == cached["off"] == 0 < cached["all"]
-    close(runs["all"], runs["off"])
+    same_end(runs["all"], runs["off"], tolerance=1e-6)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModel
 
 from fs_lowrank.errors import say_once
-from tests.cases import save_family
+from tests.cases import same_end, save_family
 
 pytestmark = pytest.mark.more
 
@@ -39,12 +39,7 @@ def test_the_same_run(make, task, method):
     assert ours.workspace.reads and plain.workspace.reads is None
     for engine in (ours, plain):
         engine.run()
-    assert ours.ledger.state.keys() == plain.ledger.state.keys()
-    for name, value in ours.ledger.state.items():
-        torch.testing.assert_close(value, plain.ledger.state[name], atol=1e-5, rtol=1e-5)
-    for a, b in zip(ours.recorder.history, plain.recorder.history, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
-        assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
+    same_end(ours, plain)
 
 
 def test_a_model_whose_last_layer_is_computed_for_all_positions(make, tmp_path, caplog):

@@ -8,6 +8,7 @@ import torch
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.names import all_tensors, is_statistic
+from fs_lowrank.testing import checks
 
 FEW = {"federate.client_num": 3, "train.local_update_steps": 3}
 
@@ -34,18 +35,10 @@ def test_it_learns(make):
 
 @pytest.mark.more
 @pytest.mark.parametrize("method", ["fedavg", "fedlora"])
-def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(make, monkeypatch, method):
+def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(make, method):
     engine = make("run", {"federate.method": method, "federate.total_round_num": 1})
     start = {n: t.clone() for n, t in all_tensors(engine.model).items()}
-    sent, upload = {}, engine.method.upload
-
-    def sending(model, round, client):
-        tensors = upload(model, round, client)
-        sent[client.id] = {n: t.detach().clone() for n, t in tensors.items()}
-        return tensors
-
-    monkeypatch.setattr(engine.method, "upload", sending)
-    engine.run()
+    _, sent = checks._run_and_keep_uploads(engine)
     sizes = [len(e) for e in engine.workspace.data.clients]
     now, frozen = all_tensors(engine.model), {n for n in start if method == "fedlora" and "base_layer" in n}
     assert sent[1].keys() == start.keys() - frozen and sum(map(is_statistic, sent[1])) == 24
