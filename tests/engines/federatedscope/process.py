@@ -10,7 +10,6 @@
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
 - ``dies_at``: (a method as ``module.Class.method`` below fs_lowrank, n): the process exits at its n-th call
 - ``says``: the text of the error with which the client's training fails in round 2
-- ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
 - ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``waits_in``: a folder, where a file of this process has its longest wait in seconds: as ``client`` from a message of
   its own to the server's next one, as ``server`` from asking a client until the server has its answer or gives it up
@@ -94,19 +93,6 @@ try:
             return fit(self, task, *given)
 
         Trainer.fit = says
-    if "reports" in sabotage:
-        from fs_lowrank.rounds.node import Node
-
-        obey = Node.obey
-
-        def reports(self, *given):
-            answer = obey(self, *given)
-            if "scores" in answer.facts:
-                answer.facts["scores"] |= sabotage["reports"]
-            return answer
-
-        Node.obey = reports
-
     if "dies_at" in sabotage:
         place, call = sabotage["dies_at"]
         module, cls, name = place.rsplit(".", 2)

@@ -163,32 +163,50 @@ def test_features_that_do_not_work_with_our_methods_are_refused(cfg, key, value,
         from_framework(cfg)
 
 
-def test_keys_that_exclude_each_other(cfg):
+def test_a_number_of_bits_that_cannot_be(cfg):
     from fs_lowrank.engines.federatedscope.config import from_framework
 
-    cfg.federate.use_ss, cfg.quantization.method = True, "uniform"
-    cfg.lowrank.drop_rate = 0.1
-    with pytest.raises(UserError, match="quantization.method = uniform and federate.use_ss together"):
-        from_framework(cfg)
-    with pytest.raises(UserError, match="lowrank.drop_rate = 0.1 and federate.use_ss together"):
-        from_framework(cfg)
-    cfg.federate.use_ss, cfg.quantization.nbits = False, 4
+    cfg.quantization.method, cfg.quantization.nbits = "uniform", 4
     with pytest.raises(UserError, match="nbits = 4: expected 8 or 16"):
         from_framework(cfg)
-    cfg.federate.mode, cfg.federate.join_in_info = "distributed", ["num_sample"]
-    with pytest.raises(UserError, match="join_in_info = .'num_sample'., federate.save_client_model = False: between"):
-        from_framework(cfg)
-    cfg.federate.join_in_info, cfg.federate.save_client_model = [], True
-    with pytest.raises(UserError, match="join_in_info = .., federate.save_client_model = True: between"):
-        from_framework(cfg)
-    cfg.federate.make_global_eval, cfg.eval.before = False, True
-    with pytest.raises(UserError, match="eval.before and federate.make_global_eval = False together"):
-        from_framework(cfg)
 
 
-def test_unknown_role(quick):
-    with pytest.raises(UserError, match="distribute.role = 'boss': expected server or client"):
-        fs_lowrank.run(quick("run", {"federate.mode": "distributed", "distribute.role": "boss"}), "federatedscope")
+QUANTISED, SHARED = {"quantization.method": "uniform"}, {"federate.use_ss": True}
+BETWEEN, CLIENT = {"federate.mode": "distributed"}, {"federate.mode": "distributed", "distribute.role": "client"}
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({**SHARED, **QUANTISED}, "quantization.method = uniform and federate.use_ss together"),
+        ({**SHARED, "lowrank.drop_rate": 0.1}, "lowrank.drop_rate = 0.1 and federate.use_ss together"),
+        ({**SHARED, "lowrank.max_update_norm_factor": 10}, "norm_factor = 10.0 and federate.use_ss together"),
+        (
+            {"federate.online_aggr": True, "lowrank.max_update_norm_factor": 10},
+            "lowrank.max_update_norm_factor = 10.0 and federate.online_aggr together",
+        ),
+        (
+            {**BETWEEN, "federate.join_in_info": ["num_sample"]},
+            "join_in_info = .'num_sample'., federate.save_client_model = False: between",
+        ),
+        (
+            {**BETWEEN, "federate.save_client_model": True},
+            "join_in_info = .., federate.save_client_model = True: between",
+        ),
+        (
+            {**BETWEEN, "federate.make_global_eval": False, "eval.before": True},
+            "eval.before and federate.make_global_eval = False together",
+        ),
+        ({**BETWEEN, "distribute.role": "boss"}, "distribute.role = 'boss': expected server or client"),
+        ({**BETWEEN, "federate.process_num": 3}, "process_num = 3 divides the clients of a standalone run"),
+        ({**BETWEEN, "federate.process_num": "auto"}, "process_num = auto divides the clients of a standalone run"),
+        ({**CLIENT, "distribute.data_idx": 9}, "distribute.data_idx = 9: expected 1 to 5"),
+        ({"model.device_map": "auto"}, "model.device_map = 'auto': a client's copy of the model lies on one device"),
+    ],
+)
+def test_what_cannot_be_is_refused(quick, keys, said):
+    with pytest.raises(UserError, match=said):
+        fs_lowrank.run(quick("run", {"federate.method": "fedlora", **keys}), "federatedscope")
 
 
 def test_the_launchers_client_cfg(quick, settings, tmp_path):
@@ -214,13 +232,13 @@ def test_the_launchers_client_cfg(quick, settings, tmp_path):
     assert "error: client_2.dataloader.drop_last cannot be set by client" in done.stderr
 
 
-def test_numbers_to_predict(quick, assert_same, tmp_path):
-    from fs_lowrank.testing import small
-
-    frame = small.make_reviews(200)
-    frame.assign(label=frame["label"] + 0.5).to_csv(tmp_path / "scores.csv", index=False)
-    keys = {"data.type": str(tmp_path / "scores.csv"), "model.task": "SequenceRegression"}
-    keys |= {"federate.total_round_num": 2, "eval.best_res_update_round_wise_key": "val_pearson"}
+def test_numbers_to_predict(quick, assert_same, task_files):
+    keys = {"data.type": str(task_files / "scores.csv"), "data.args": [{"label": "score"}]}
+    keys |= {
+        "model.task": "SequenceRegression",
+        "federate.total_round_num": 2,
+        "eval.best_res_update_round_wise_key": "val_pearson",
+    }
     ours = fs_lowrank.run(quick("ours", keys))
     theirs = fs_lowrank.run(quick("theirs", keys), "federatedscope")
     assert_same(ours, theirs)

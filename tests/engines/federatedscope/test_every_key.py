@@ -114,15 +114,6 @@ def test_what_has_no_effect_says_why(cfg, name, value, reason, caplog):
     assert f"{name} = {value} has no effect: {reason}" in caplog.text
 
 
-def test_a_misspelt_hyperparameter_in_a_users_own_launcher(cfg, tmp_path):
-    (tmp_path / "run.yaml").write_text("lowrank: {tua: 3}\n")
-    for merge, given in (("merge_from_list", ["lowrank.tua", 3]), ("merge_from_file", str(tmp_path / "run.yaml"))):
-        mine = cfg.clone()
-        getattr(mine, merge)(given)
-        with pytest.raises(UserError, match="unknown key 'lowrank.tua'"):
-            resolved(mine)
-
-
 def test_an_argument_of_the_optimizer_on_the_command_line(cfg):
     """The framework raises a KeyError for every key that is new to a section, unless a file has it."""
     cfg.merge_from_list(["train.optimizer.momentum", "0.9"])

@@ -5,7 +5,6 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch
 
 import fs_lowrank
 from fs_lowrank.errors import RunFailed, UserError
@@ -130,35 +129,6 @@ def test_a_port_in_use(quick, role):
             fs_lowrank.run(config, "federatedscope")
 
 
-def test_a_client_without_its_data(quick):
-    config = quick("run", {"federate.mode": "distributed", "distribute.role": "client", "distribute.data_idx": 9})
-    with pytest.raises(UserError, match="distribute.data_idx = 9: expected 1 to 5"):
-        fs_lowrank.run(config, "federatedscope")
-
-
-def test_a_base_on_several_devices_is_refused(quick):
-    with pytest.raises(UserError, match="model.device_map = 'auto': a client's copy of the model lies on one device"):
-        fs_lowrank.run(quick("spread", {"model.device_map": "auto"}), "federatedscope")
-
-
-def test_a_failing_client_is_recorded(quick, monkeypatch):
-    from fs_lowrank.rounds.trainer import Trainer
-
-    fit = Trainer.fit
-
-    def fails(self, task, *args):
-        if task.client == 3:
-            raise RuntimeError("out of memory")
-        return fit(self, task, *args)
-
-    monkeypatch.setattr(Trainer, "fit", fails)
-    result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
-    said = re.compile(r"RuntimeError: out of memory \(test_faults.py, line \d+\)")
-    assert all(said.fullmatch(r["failed"][0]["reason"]) for r in result.history)
-    with pytest.raises(UserError, match="4 usable updates.*out of memory"):
-        fs_lowrank.run(quick("strict", {"federate.method": "rolora", "lowrank.min_clients": 5}), "federatedscope")
-
-
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 @pytest.mark.parametrize(
     "method, more",
@@ -189,15 +159,8 @@ def test_a_bad_round_is_left_out_by_every_copy(quick, assert_same, monkeypatch, 
 
 
 FACTS = {
-    "many digits": {"samples": 10**400},
-    "true": {"samples": True},
-    "half": {"samples": 3.5},
     "another count": {"samples": 10**6},
-    "no count": {"samples": None},
     "text": {"loss": "low"},
-    "nan": {"loss": float("nan")},
-    "a long loss": {"loss": 10**400},
-    "a list": {"loss": [1.0]},
     "fatal": {"error": "I give up", "fatal": True},
     "an error of no text": {"error": {"a": 1}},
     "shares": {"shares": True, "sent_bytes": "x"},
@@ -230,28 +193,21 @@ def test_wrong_facts_from_a_client_do_not_end_the_run(quick, monkeypatch, online
         assert record["clients"] == [1, 3, 4, 5] and len(failure["reason"]) < 1100
 
 
-def test_a_wrongly_quantised_update_does_not_end_the_run(quick, monkeypatch):
-    """Quantised tensors of a wrong form, and missing ones, are refused."""
+def test_an_update_without_its_scales_is_refused(quick, monkeypatch):
     from fs_lowrank.engines.federatedscope.client import LowRankClient
     from fs_lowrank.rounds.parcel import Parcel
 
     train = LowRankClient._train
-    spoil = {
-        1: lambda t: {n: x for n, x in t.items() if not n.startswith("scale:")},
-        2: lambda t: {n: x.repeat(2) if n.startswith("scale:") else x for n, x in t.items()},
-        3: lambda t: {n: x.to(torch.complex64) if n.startswith("quantised:") else x for n, x in t.items()},
-        4: lambda t: {n: x[:0] if n.startswith("scale:") else x for n, x in t.items()},
-    }
 
     def lies(self, task):
         parcel, samples = train(self, task)
-        return (Parcel(spoil[task.round](parcel.tensors), **parcel.facts) if self.ID == 2 else parcel), samples
+        sent = {n: t for n, t in parcel.tensors.items() if self.ID != 2 or not n.startswith("scale:")}
+        return Parcel(sent, **parcel.facts), samples
 
     monkeypatch.setattr(LowRankClient, "_train", lies)
     keys = {"federate.method": "rolora", "quantization.method": "uniform", "quantization.nbits": 8, "eval.freq": -1}
-    history = fs_lowrank.run(quick("run", {**keys, "federate.total_round_num": 4}), "federatedscope").history
-    assert [[f["client"] for f in r["failed"]] for r in history] == [[2]] * 4
-    assert all(r["failed"][0]["kind"] == "refused" for r in history)
+    (record,) = fs_lowrank.run(quick("run", {**keys, "federate.total_round_num": 1}), "federatedscope").history
+    assert [(failure["client"], failure["kind"]) for failure in record["failed"]] == [(2, "refused")]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -262,13 +218,6 @@ def test_values_that_cannot_be_quantised_cost_the_client_its_round(quick, proces
     (record,) = fs_lowrank.run(quick("run", keys), "federatedscope").history
     (failed,) = record["failed"]
     assert failed["client"] == 2 and failed["kind"] == "failed" and "cannot be quantised" in failed["reason"]
-
-
-@pytest.mark.parametrize("key", ["federate.use_ss", "federate.online_aggr"])
-def test_a_norm_factor_needs_the_updates(quick, key):
-    with pytest.raises(UserError, match=f"lowrank.max_update_norm_factor = 10.0 and {key} together"):
-        config = quick("run", {"federate.method": "fedlora", key: True, "lowrank.max_update_norm_factor": 10})
-        fs_lowrank.run(config, "federatedscope")
 
 
 @pytest.mark.parametrize("dying", [(2,), (1, 2)], ids=["one", "all"])
@@ -282,14 +231,6 @@ def test_clients_that_die_while_they_evaluate(cluster, dying):
 
 
 EVALUATING = {"federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1}
-
-
-@pytest.mark.parametrize("reports", [{"loss": 1e300}, {"acc": "1"}], ids=["a_number", "a_type"])
-def test_metrics_of_a_process_that_lies_are_left_out(cluster, reports):
-    for record in cluster.run(2, EVALUATING, sabotage={2: {"reports": reports}})[0].history:
-        assert record["clients"] == [1, 2] and list(record["client_scores"]) == ["1"]
-        (left_out,) = record["unevaluated"]
-        assert left_out["client"] == 2 and "no loss and acc that it can be" in left_out["reason"]
 
 
 def test_a_client_that_has_not_joined_is_named_where_clients_evaluate(cluster):

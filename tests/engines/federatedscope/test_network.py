@@ -132,17 +132,6 @@ def test_a_client_stopped_in_the_clients_evaluation_is_said_and_left_out(cluster
 # -- return --------------------------------------------------------------------------------------------
 
 
-def test_a_killed_client_returns_with_the_same_command(cluster):
-    more = {"federate.total_round_num": 12, "lowrank.min_clients": 1}
-    started = cluster.launch(2, more, sabotage={0: {"sleeps": 0.7}})
-    cluster.wait_for(lambda: len(cluster.records()) >= 2)
-    started[2][0].kill()
-    started[2][0].join(10)
-    started[2] = cluster.again(2)
-    workers = cluster.ended(started)
-    assert 2 in workers[0].history[-1]["clients"]
-
-
 def test_of_two_processes_of_one_client_the_later_is_refused(cluster):
     """The same command is started once more while the first still runs."""
     more = {"federate.total_round_num": 6, "lowrank.min_clients": 2}
@@ -153,11 +142,9 @@ def test_of_two_processes_of_one_client_the_later_is_refused(cluster):
     cluster.ended(started)
 
 
-@pytest.mark.parametrize("method", ["rolora", "fedloru"])
-def test_a_resumed_server_finds_its_clients(quick, assert_same, cluster, method):
+def test_a_resumed_server_finds_its_clients(quick, assert_same, cluster):
     """The clients keep running; the result is that of a run that was not interrupted."""
-    shape = {"federate.total_round_num": 5, "federate.client_num": 2, "federate.method": method}
-    shape |= {"lowrank.tau": 2} if method == "fedloru" else {}
+    shape = {"federate.total_round_num": 5, "federate.client_num": 2, "federate.method": "fedloru", "lowrank.tau": 2}
     whole = fs_lowrank.run(quick("whole", shape))
     started = cluster.launch(2, {**shape, "lowrank.min_clients": 2}, sabotage={0: {"dies_after": 3}})
     assert cluster.wait(*started[0]).code == 9

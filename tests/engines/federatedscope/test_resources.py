@@ -38,16 +38,10 @@ def test_a_sampler_without_what_it_needs(quick, tmp_path, keys, said):
     assert said in refused(quick, tmp_path, keys)
 
 
-def test_a_file_that_is_no_pickle(quick, tmp_path):
+@pytest.mark.parametrize("content", [b"junk", *map(pickle.dumps, ({}, {1: {"computation": 10.0}}, [1, 2]))])
+def test_a_file_that_is_no_table_of_clients(quick, tmp_path, content):
     file = tmp_path / "resources.pkl"
-    file.write_bytes(b"junk")
-    assert "cannot be read (UnpicklingError" in refused(quick, tmp_path, {"federate.resource_info_file": str(file)})
-
-
-@pytest.mark.parametrize("table", [{}, {1: {"computation": 10.0}}, [1, 2]])
-def test_a_file_that_is_no_table_of_clients(quick, tmp_path, table):
-    file = tmp_path / "resources.pkl"
-    file.write_bytes(pickle.dumps(table))
+    file.write_bytes(content)
     said = refused(quick, tmp_path, {"federate.resource_info_file": str(file)})
     assert "cannot be read (" in said and "{number: {'computation': milliseconds a sample" in said
 

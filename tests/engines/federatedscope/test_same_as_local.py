@@ -8,12 +8,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import fs_lowrank
-from fs_lowrank.methods import get_method_class
 from tests.cases import engine_cases
 
 pytestmark = pytest.mark.federatedscope
 CASES = engine_cases()
-METHODS = [m for m, keys in CASES if not keys]
 ACCUMULATING = [m for m, keys in CASES if "lowrank.tau" in keys]
 #: the run of one client, settings of single clients, and what has an adapter or a base of another kind
 ALONE = {"federate.client_idx_for_local_train": 2}
@@ -40,29 +38,6 @@ def test_standalone(quick, assert_same, method, keys, sample, share):
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
         for split in a["metrics"]:
             assert b["metrics"][split] == pytest.approx(a["metrics"][split], abs=1e-5)
-
-
-@pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
-@pytest.mark.parametrize("method", [m for m in fs_lowrank.list_methods() if m not in METHODS])
-def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_curves, method, share):
-    keys = {
-        "federate.method": method,
-        "federate.client_num": 3,
-        "federate.total_round_num": 2,
-        "federate.sample_client_num": 2,
-        "model.type": "lenet",
-        "model.use_bias": False,
-    }
-    if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
-        keys |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
-    local, other = (
-        fs_lowrank.run(
-            fs_lowrank.load_config(vision_settings, {**keys, "outdir": str(tmp_path / engine), **more}), engine
-        )
-        for engine, more in (("local", {}), ("federatedscope", {"federate.share_local_model": share}))
-    )
-    assert_same(local, other)
-    assert [r["client_uplink_bytes"] for r in other.history] == [r["client_uplink_bytes"] for r in local.history]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,29 @@ import pytest
 import torch
 
 import fs_lowrank
+from fs_lowrank.methods import requirements
 from fs_lowrank.models.names import all_tensors
+from fs_lowrank.testing import TASKS
 
 pytestmark = pytest.mark.federatedscope
 
 
+#: what is for images alone, where clients have models of their own or one together
+ALONE = [
+    ({"federate.method": method, "federate.share_local_model": share, "federate.total_round_num": 2}, 2)
+    for method in fs_lowrank.list_methods()
+    for share in (False, True)
+    if TASKS["encoder"] not in requirements(method).tasks
+]
+
+
 @pytest.fixture
-def quick(few, vision_settings):
-    return lambda name, keys: few(name, {"federate.total_round_num": 3, **keys}, vision_settings)
+def quick(few, vision_settings, keys_of):
+    def config(name, keys):
+        own = keys_of(keys.get("federate.method", "fedlora"))
+        return few(name, {"federate.total_round_num": 3, **own, **keys}, vision_settings)
+
+    return config
 
 
 @pytest.mark.parametrize(
@@ -22,8 +37,9 @@ def quick(few, vision_settings):
         ({"federate.share_local_model": True, "model.type": "lenet", "lowrank.width": 1}, 2),
         ({"federate.method": "fedloru", "lowrank.tau": 2}, 2),
         ({"federate.method": "rolora", "lowrank.norm": "group"}, -1),
+        *ALONE,
     ],
-    ids=["fedavg", "from_zero", "lenet", "fedloru", "group"],
+    ids=lambda given: "-".join(map(str, given.values())) if isinstance(given, dict) else None,
 )
 def test_same_as_local(quick, keys, sample):
     keys = {**keys, "federate.client_num": 3, "federate.sample_client_num": sample}

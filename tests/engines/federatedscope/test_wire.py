@@ -18,19 +18,7 @@ class Harm:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        base64.b64encode(pickle.dumps(Harm())).decode(),
-        "",
-        "!!",
-        base64.b64encode(b"\xff" * 40).decode(),
-        None,
-        3,
-        {},
-        [1],
-        base64.b64encode((10).to_bytes(8, "little") + b"{}        ").decode(),
-    ],
-    ids=range(9),
+    "content", [base64.b64encode(pickle.dumps(Harm())).decode(), "", "!!", None, [1]], ids=range(5)
 )
 def test_other_content_is_refused_and_never_unpickled(content, tmp_path, monkeypatch):
     from fs_lowrank.engines.federatedscope.wire import parcel_of
