@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fs_lowrank
+from tests.cases import same_model
 
 pytestmark = pytest.mark.flower
 
@@ -30,8 +31,7 @@ def test_the_result_is_that_of_the_embedded_engine(quick, method, keys):
     local, told = fs_lowrank.run(quick("local", keys)), []
     two = {"federate.process_num": 2} if method == "pfedloru" else {}
     other = fs_lowrank.run(quick("flower", keys | two), "flower", on_round=lambda record: told.append(record["round"]))
-    for (name, a), b in zip(local.model.named_parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    same_model(local, other, atol=1e-5)
     assert told == [r["round"] for r in local.history]
     for key in ("selected", "clients", "failed", "client_uplink_bytes"):
         assert [r[key] for r in other.history] == [r[key] for r in local.history]
@@ -118,6 +118,5 @@ def test_a_process_of_the_simulation_is_killed(quick):
     with pytest.raises(fs_lowrank.RunFailed, match="process of Flower's simulation died.*resume=True"):
         fs_lowrank.run(config, "flower", on_round=kill)
     resumed = fs_lowrank.run(config, "flower", resume=True)
-    for (name, a), b in zip(local.model.named_parameters(), resumed.model.parameters(), strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    same_model(local, resumed, atol=1e-5)
     assert [r["clients"] for r in resumed.history] == [r["clients"] for r in local.history]
