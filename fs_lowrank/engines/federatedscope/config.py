@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...config import Config, check_engine, load_config
-from ...errors import UserError, nearest, say_once
+from ...errors import UserError, nearest, say_once, user_errors
 from ...methods import get_method_class, list_methods, requirements
 from ...rounds.codec import why_no_codec
 from ...settings import (
@@ -293,8 +293,7 @@ def to_framework(config: Settings):
     from federatedscope.core.configs.config import CN, global_cfg
 
     cfg = global_cfg.clone()
-    flat = {name: value for name, value, _ in flat_keys(config)}
-    flat.update(config.framework)
+    flat = {name: value for name, value, _ in flat_keys(config)} | dict(config.framework)
     flat["federate.method"] = frameworks_name(config.federate.method)
     flat["use_gpu"] = config.torch_device != "cpu"
     flat["device"] = config.device if isinstance(config.device, int) else -1
@@ -306,7 +305,8 @@ def to_framework(config: Settings):
     for name, value in flat.items():
         node, key = _node(cfg, name, create=CN)
         node[key] = list(value) if isinstance(value, tuple) else value
-    cfg.assert_cfg()
+    with user_errors("the framework's check of the configuration"):
+        cfg.assert_cfg()
     return cfg
 
 

@@ -179,6 +179,7 @@ BETWEEN, CLIENT = {"federate.mode": "distributed"}, {"federate.mode": "distribut
     "keys, said",
     [
         ({**SHARED, **QUANTISED}, "quantization.method = uniform and federate.use_ss together"),
+        ({**QUANTISED, "quantization.nbits": 4}, "the framework's check of the configuration raises ValueError"),
         ({**SHARED, "lowrank.drop_rate": 0.1}, "lowrank.drop_rate = 0.1 and federate.use_ss together"),
         ({**SHARED, "lowrank.max_update_norm_factor": 10}, "norm_factor = 10.0 and federate.use_ss together"),
         (
