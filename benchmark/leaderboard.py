@@ -9,7 +9,6 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,11 +55,10 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
     figures, runs = collect(results)
     if not figures:
         return []
-    rows = table(figures, runs)
     _draw(figures, runs, page.with_suffix(".svg"))
     experiments = [experiment for experiment in results.values() if experiment.records]
-    lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    write_text(page, markdown("leaderboard", lines, experiments, page.with_suffix(".svg").name))
+    tables = [[[*rows[0]], *([*row.values()] for row in rows)] for rows in (table(figures, runs), parts(figures, runs))]
+    write_text(page, markdown("leaderboard", *tables, experiments, page.with_suffix(".svg").name))
     return [page, page.with_suffix(".svg")]
 
 
@@ -77,25 +75,34 @@ def collect(results: Mapping[str, ExperimentResults]) -> tuple[dict[str, Figures
                 if figure := experiment.figure(method, column, "test_acc"):
                     figures.setdefault(method, {})[setting] = figure
                 records = experiment.records.get((method, column), ()) if figure and figure.n else ()
-                runs += [{**row(r), **_run_columns(r), "method": method, "setting": setting} for r in records]
+                labels = {"method": method, "setting": setting, "task": experiment.experiment.title, "clients": column}
+                runs += [{**row(r), **_run_columns(r), **labels} for r in records]
     available = [method for method, by_setting in figures.items() if any(figure.n for figure in by_setting.values())]
     order = sorted(available, key=lambda method: -gap(figures[method], figures[BASE]).centre)
     return {method: figures[method] for method in order}, pd.DataFrame(runs)
 
 
 def _run_columns(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Further columns of a run: seconds of training by client and round, the curve, the configuration."""
+    """Further columns of a run: seconds of training by client and round, the curve, the configuration.
+
+    The seconds are those after the second evaluation: the first run on a task computes the states of frozen layers for
+    all that follow, and every run compares its shortcuts with the plain model first.
+    """
     config = record["config"]
     sampled = config.get("federate.sample_client_num", -1)
     clients = sampled if sampled > 0 else config["federate.client_num"]
-    seconds = record["seconds"]["training"] / max(1, record["rounds"]) / clients
-    return {"client": seconds, "points": record["history"]["evaluated"], "config": config}
+    points = record["history"]["evaluated"]
+    first, last = points[min(1, len(points) - 1)], points[-1]
+    rounds, server = last["round"] - first["round"], record["seconds"]["aggregation_median"]
+    seconds = ((last["seconds"] - first["seconds"]) / rounds - server) / clients if rounds else math.nan
+    return {"client": seconds, "points": points, "config": config}
 
 
 def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, str]]:
     """A row for each method: column -> text."""
     by_method, points = runs.groupby("method"), curves(runs)
     medians = runs[MEASURED].astype(float).groupby(runs["method"]).median()
+    sent = runs[MEASURED[:2]].astype(float).div(1e3).groupby([runs["method"], runs["setting"]]).mean()
     equal, (multiples, reached) = equal_bytes(points), bytes_to_target(points, runs)
     rows = []
     for method, by_setting in figures.items():
@@ -106,15 +113,16 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, 
         lost = sum(len(figure.failed) for figure in by_setting.values())
         distance = exactness(config["federate.method"], config)
         multiple = f"{ratios.median():.2g}×{notes[1]}, " if len(ratios) else ""
-        ahead = interval_text(gap(by_setting, figures[BASE]), "+.1f", 100) if method != BASE else "0"
+        ends = sent.loc[method].agg(["min", "max"])
+        end = " †" * any(figure.at_end for figure in by_setting.values())
         rows.append(
             {
                 "method": f"`{method}`",
                 "accuracy": interval_text(mean(by_setting), ".1f", 100),
-                f"points against `{BASE}`, equal rounds": ahead,
+                f"points against `{BASE}`, equal rounds": _points(method, by_setting, figures[BASE]) + end,
                 "equal bytes": signed(100 * gaps.mean()) + notes[0] if len(gaps) else "–",
                 "settings, runs": f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
-                "kB up, down": ", ".join(_rounded(median[direction] / 1e3, 3) for direction in MEASURED[:2]),
+                "kB up, down": ", ".join(_span(*ends[direction]) for direction in MEASURED[:2]),
                 "bytes to a common accuracy": f"{multiple}reached by {reached[method]} of {number}",
                 "client, s": _rounded(median["client"]),
                 "server, ms": _rounded(median["aggregation"] * 1e3),
@@ -123,6 +131,21 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, 
             }
         )
     return rows
+
+
+def parts(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, str]]:
+    """A row for each method: its points against the base in each task, and in each division of data among clients."""
+    groups = {name: {*part["setting"]} for by in ("task", "clients") for name, part in runs.groupby(by, sort=False)}
+
+    def of(method: str, group: set[str]) -> str:
+        return _points(method, {s: f for s, f in figures[method].items() if s in group}, figures[BASE])
+
+    return [{"method": f"`{m}`", **{name: of(m, group) for name, group in groups.items()}} for m in figures]
+
+
+def _points(method: str, figures: Figures, base: Figures) -> str:
+    ahead = gap(figures, base)
+    return "0" if method == BASE else "–" if math.isnan(ahead.centre) else interval_text(ahead, "+.1f", 100)
 
 
 def mean(figures: Figures) -> Estimate:
@@ -134,56 +157,64 @@ def mean(figures: Figures) -> Estimate:
 def gap(figures: Figures, base: Figures) -> Estimate:
     """The accuracy above that of the base, the mean over the settings in which both have a seed; NaN without one.
 
-    A seed gives all methods the same split and the same clients, so the figures are paired over the seeds that all
-    settings share, if there are two or more.
+    A seed gives all methods the same split and the same clients, so a setting has a difference for each seed that both
+    have. Seeds of different settings have nothing in common.
     """
-    terms = []
-    for setting, figure in figures.items():
-        seeds = sorted(figure.by_seed.keys() & base[setting].by_seed.keys())
-        for sign, part in ((1, figure), (-1, base[setting])) if seeds else ():
-            by_seed = {seed: part.by_seed[seed] for seed in seeds}
-            terms.append((sign, replace(part, by_seed=by_seed, splits=dict.fromkeys(seeds, ""))))
-    return estimate([(2 * sign / len(terms), part) for sign, part in terms]) if terms else Estimate(math.nan, None)
+    differences = []
+    for setting, ours in figures.items():
+        theirs = base[setting]
+        by_seed = {seed: value - theirs.by_seed[seed] for seed, value in ours.by_seed.items() if seed in theirs.by_seed}
+        right = {
+            seed: (test_set, rows - theirs.right[seed][1])
+            for seed, (test_set, rows) in ours.right.items()
+            if seed in by_seed and seed in theirs.right
+        }
+        differences += [Figure(by_seed, right=right)] if by_seed else []
+    count = len(differences)
+    return estimate([(1 / count, figure) for figure in differences]) if count else Estimate(math.nan, None)
 
 
 def curves(runs: pd.DataFrame) -> pd.DataFrame:
-    """Each evaluation of each run: all bytes ``sent`` until then, without the head, and ``val_acc``."""
+    """Each evaluation of each run: all bytes ``sent`` until then, with the head, and ``val_acc``."""
     rows = runs[[*RUN, "points"]].explode("points", ignore_index=True)
     frame = rows[RUN].join(pd.DataFrame([*rows["points"]]))
-    return frame.assign(sent=frame["uplink_without_head"] + frame["downlink_without_head"])
-
-
-def _by_setting(values: pd.Series, runs: pd.Index) -> pd.DataFrame:
-    """Over the seeds the mean of each setting (rows) and method (columns); not a number (NaN) if a run has none."""
-    return values.reindex(runs).groupby(RUN[:2]).agg(lambda seeds: seeds.mean(skipna=False)).unstack("method")
+    return frame.assign(sent=frame["uplink"] + frame["downlink"])
 
 
 def equal_bytes(points: pd.DataFrame) -> pd.DataFrame:
     """By setting and method the accuracy on validation data above that of the base when both have sent half of what the
-    base sends, interpolated between two evaluations; NaN where a run had not been evaluated by then.
+    base sends, interpolated between two evaluations; NaN where a run had not been evaluated by then, or had ended.
     """
     curve, ends = points.groupby(RUN), points.groupby(RUN)["sent"].last()
     budgets = ends.xs(BASE, level="method").groupby("setting").mean() / 2
-    at_budget = {run: np.interp(budgets[run[0]], c["sent"], c["val_acc"], left=math.nan) for run, c in curve}
-    accuracies = _by_setting(pd.Series(at_budget).rename_axis(RUN), ends.index)
+    outside = {"left": math.nan, "right": math.nan}
+    at_budget = {run: np.interp(budgets[run[0]], c["sent"], c["val_acc"], **outside) for run, c in curve}
+    by_setting = pd.Series(at_budget).rename_axis(RUN).groupby(RUN[:2])
+    accuracies = by_setting.agg(lambda seeds: seeds.mean(skipna=False)).unstack("method")
     return accuracies.sub(accuracies[BASE], axis=0)
 
 
 def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
     """By setting and method all bytes until ``TARGET`` of the base's accuracy on validation data, as a multiple of the
-    base's, NaN unless all runs of both reach it; and by method the number of runs that do.
+    base's: of the median seed, NaN where it does not reach it; and by method the number of runs that do.
     """
     last = runs[runs["method"] == BASE].groupby("setting")["val_acc"].mean()
     reached = points["val_acc"] >= points["setting"].map(TARGET * last)
     first = points[reached].groupby(RUN)["sent"].first()
     index = points.groupby(RUN).size().index
-    multiples = _by_setting(first, index)
-    return multiples.div(multiples[BASE], axis=0), first.reindex(index).groupby("method").count()
+    first = first.reindex(index)
+    medians = first.fillna(math.inf).groupby(RUN[:2]).median().replace(math.inf, math.nan).unstack("method")
+    return medians.div(medians[BASE], axis=0), first.groupby("method").count()
 
 
 def _rounded(value: float, digits: int = 2) -> str:
     """``value`` with that many digits that count: 400, not 4e+02."""
     return "–" if math.isnan(value) else f"{float(f'{value:.{digits}g}'):g}"
+
+
+def _span(low: float, high: float) -> str:
+    """Both ends of a range, or one number if they are nearly the same."""
+    return _rounded(low, 3) if math.isnan(low) or high < 1.02 * low else f"{_rounded(low, 3)} to {_rounded(high, 3)}"
 
 
 def exactness(method: str, keys: Mapping[str, Any]) -> float:

@@ -202,7 +202,7 @@ BUDGETS = {
     "fs_lowrank.jobs": 675,  # 300
     "front": 2681,  # 2,100
     "hpo": 1147,  # 950
-    "benchmark": 3658,  # 2,550, and the leaderboard
+    "benchmark": 3679,  # 2,550, and the leaderboard
     "studies": 2092,  # 2,100
 }
 #: rooms with one budget, by their names here

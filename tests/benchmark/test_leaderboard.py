@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from scipy.stats import t
 
 from benchmark.cli import main
 from benchmark.intervals import Figure
-from benchmark.leaderboard import MEASURED, bytes_to_target, curves, equal_bytes, exactness, gap, table
+from benchmark.leaderboard import MEASURED, _run_columns, bytes_to_target, curves, equal_bytes, exactness, gap, table
 from benchmark.suite import load_suite
 from fs_lowrank import list_methods
 
@@ -63,6 +64,7 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
     assert up["`ffa_lora`"] == pytest.approx(up["`fedlora`"] / 2, rel=0.05)
     assert of["`ffa_lora`"]["off the mean of the products"] == "exact" and of["`fedlora`"]["settings, runs"] == "2, 4"
     assert "## Unequal ranks" in page and "flora" in page
+    assert "| method | Two methods | 2 | 3 |" in page  # the points in the task, and in each setting
 
 
 def test_gaps_without_a_spread_have_their_mean():
@@ -71,42 +73,69 @@ def test_gaps_without_a_spread_have_their_mean():
     assert found.centre == pytest.approx(0.2) and found.ends is None and gap(base, base).centre == 0
 
 
-def test_a_method_is_compared_on_the_seeds_that_both_have_in_all_settings():
+def test_a_method_is_compared_on_the_seeds_that_both_have():
     base = {"a": Figure({0: 0.5, 1: 0.6, 2: 0.9}), "b": Figure({0: 0.4, 1: 0.4, 2: 0.4})}
     assert gap({"a": Figure({1: 0.7}), "b": Figure({1: 0.5, 7: 0.0})}, base).centre == pytest.approx(0.1)
     part = gap({"a": Figure({0: 0.6}), "b": Figure({2: 0.7}), "c": Figure({})}, {**base, "c": Figure({0: 0.1})})
-    assert part.centre == pytest.approx(0.2) and part.ends is None  # a run that goes on has other seeds by setting
+    assert part.centre == pytest.approx((0.1 + 0.3) / 2) and part.ends is None  # a setting may have other seeds
     assert math.isnan(gap({"a": Figure({7: 0.7})}, base).centre)
 
 
-def test_every_setting_counts_alike_and_the_interval_is_that_of_the_differences_by_seed():
+def test_every_setting_counts_alike_and_its_seeds_are_paired():
     draw = np.random.default_rng(0)
     base = {name: dict(enumerate(draw.normal(0.6, spread, 5))) for name, spread in (("a", 0.001), ("b", 0.2))}
-    ours = {name: {s: v + draw.normal(0.02, 0.01) for s, v in values.items()} for name, values in base.items()}
+    wide = {"a": 0.01, "b": 0.03}
+    ours = {n: {s: v + draw.normal(0.02, wide[n]) for s, v in values.items()} for n, values in base.items()}
     found = gap(*({name: Figure(values) for name, values in entry.items()} for entry in (ours, base)))
-    by_seed = np.mean([[ours[n][s] - base[n][s] for s in range(5)] for n in "ab"], axis=0)
-    low, high = t.interval(0.95, 4, by_seed.mean(), by_seed.std(ddof=1) / 5**0.5)
-    assert found.ends == (pytest.approx(low), pytest.approx(high)) and high - low < 0.04
+    differences = [np.array([ours[n][s] - base[n][s] for s in range(5)]) for n in "ab"]
+    shares = [d.var(ddof=1) / 5 / 4 for d in differences]  # of the mean of two, so a fourth
+    low, high = t.interval(
+        0.95, sum(shares) ** 2 / (sum(v**2 for v in shares) / 4), np.mean(differences), sum(shares) ** 0.5
+    )
+    assert found.ends == (pytest.approx(low), pytest.approx(high)) and high - low < 0.1
+
+
+def test_the_rows_of_one_test_set_have_a_part_in_the_interval():
+    draw = np.random.default_rng(1)
+    rows = {name: {s: ("test", draw.integers(0, 2, 400).astype(float)) for s in range(3)} for name in "ab"}
+    plain = {name: Figure({s: r.mean() for s, (_, r) in by_seed.items()}) for name, by_seed in rows.items()}
+    whole = {name: replace(plain[name], right=rows[name]) for name in rows}
+    without, with_rows = (gap({"x": of["a"]}, {"x": of["b"]}) for of in (plain, whole))
+    mean = np.mean([rows["a"][s][1] - rows["b"][s][1] for s in range(3)], axis=0)
+    assert with_rows.error**2 == pytest.approx(without.error**2 + mean.var(ddof=1) / 400)
 
 
 def run_of(setting, method, *points):
-    """A run whose rounds sent so many bytes, of the head as many again, and had these scores."""
-    sent = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
-    evaluated = [
-        {**dict.fromkeys(sent[:2], 2 * half), **dict.fromkeys(sent[2:], half), "val_acc": acc} for half, acc in points
-    ]
+    """A run that has sent so many bytes in each direction, and one more of the head, and had these scores."""
+    evaluated = [{**dict.fromkeys(("uplink", "downlink"), half + 1), "val_acc": acc} for half, acc in points]
     return {"setting": setting, "method": method, "seed": 0, "points": evaluated, "val_acc": points[-1][1]}
 
 
-def test_bytes_are_without_the_head_and_settings_without_a_score_are_counted():
-    runs = [run_of(setting, "fedlora", (10, 0.5), (20, 0.8)) for setting in ("a", "b")]
+def test_bytes_are_with_the_head_and_settings_without_a_score_are_counted():
+    runs = [run_of(setting, "fedlora", (8, 0.5), (20, 0.8)) for setting in ("a", "b")]
     runs += [run_of("a", "flora", (5, 0.6), (10, 0.8)), run_of("b", "flora", (15, 0.8), (20, 0.9))]
     runs = pd.DataFrame(runs)
     quotients, reached = bytes_to_target(curves(runs), runs)
-    assert equal_bytes(curves(runs))["flora"].dropna().to_dict() == {"a": pytest.approx(0.3)}  # b was not evaluated
-    assert quotients["flora"].to_dict() == {"a": 10 / 20, "b": 15 / 20} and reached["flora"] == 2
-    between = pd.DataFrame([run_of("a", "fedlora", (10, 0.5), (20, 0.8)), run_of("a", "rolora", (5, 0.4), (15, 0.6))])
-    assert equal_bytes(curves(between))["rolora"].to_dict() == {"a": pytest.approx(0.0)}  # 0.5 after 10
+    after_21 = 0.6 + 0.2 * 9 / 10 - (0.5 + 0.3 * 3 / 24)  # half of LoRA's 42
+    assert equal_bytes(curves(runs))["flora"].dropna().to_dict() == {"a": pytest.approx(after_21)}  # b came later
+    assert quotients["flora"].to_dict() == {"a": 22 / 42, "b": 32 / 42} and reached["flora"] == 2
+    short = pd.DataFrame([run_of("a", "fedlora", (8, 0.5), (20, 0.8)), run_of("a", "ravan", (2, 0.4), (6, 0.6))])
+    assert equal_bytes(curves(short))["ravan"].isna().all()  # it never sends as much
+
+
+def test_a_common_accuracy_is_that_of_the_median_seed():
+    runs = [{**run_of("a", "fedlora", (8, 0.5), (20, 0.8)), "seed": seed} for seed in range(3)]
+    runs += [{**run_of("a", "flora", (9, acc)), "seed": seed} for seed, acc in enumerate((0.9, 0.9, 0.1))]
+    runs += [{**run_of("a", "ravan", (9, acc)), "seed": seed} for seed, acc in enumerate((0.9, 0.1, 0.1))]
+    quotients, reached = bytes_to_target(curves(pd.DataFrame(runs)), pd.DataFrame(runs))
+    assert quotients.loc["a", "flora"] == 20 / 42 and math.isnan(quotients.loc["a", "ravan"])
+    assert (reached["flora"], reached["ravan"]) == (2, 1)
+
+
+def test_a_clients_seconds_are_those_after_the_second_evaluation():
+    evaluated = [{"round": t, "seconds": seconds} for t, seconds in ((2, 60.0), (4, 61.0), (10, 64.0))]
+    record = {"config": {"federate.client_num": 5}, "seconds": {"aggregation_median": 0.1}}
+    assert _run_columns({**record, "history": {"evaluated": evaluated}})["client"] == pytest.approx((3 / 6 - 0.1) / 5)
 
 
 def test_a_run_without_a_metric_is_in_no_median(monkeypatch):
