@@ -114,12 +114,12 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, 
         distance = exactness(config["federate.method"], config)
         multiple = f"{ratios.median():.2g}×{notes[1]}, " if len(ratios) else ""
         ends = sent.loc[method].agg(["min", "max"])
-        end = " †" * any(figure.at_end for figure in by_setting.values())
+        dagger = " †" * any(figure.at_end for figure in by_setting.values())
         rows.append(
             {
                 "method": f"`{method}`",
                 "accuracy": interval_text(mean(by_setting), ".1f", 100),
-                f"points against `{BASE}`, equal rounds": _points(method, by_setting, figures[BASE]) + end,
+                f"points against `{BASE}`, equal rounds": _points(method, by_setting, figures[BASE]) + dagger,
                 "equal bytes": signed(100 * gaps.mean()) + notes[0] if len(gaps) else "–",
                 "settings, runs": f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
                 "kB up, down": ", ".join(_span(*ends[direction]) for direction in MEASURED[:2]),
@@ -144,6 +144,7 @@ def parts(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, 
 
 
 def _points(method: str, figures: Figures, base: Figures) -> str:
+    """The points of a method against the base, with their 95 % interval; ``–`` without a setting of both."""
     ahead = gap(figures, base)
     return "0" if method == BASE else "–" if math.isnan(ahead.centre) else interval_text(ahead, "+.1f", 100)
 
@@ -167,7 +168,7 @@ def gap(figures: Figures, base: Figures) -> Estimate:
         right = {
             seed: (test_set, rows - theirs.right[seed][1])
             for seed, (test_set, rows) in ours.right.items()
-            if seed in by_seed and seed in theirs.right
+            if seed in by_seed and seed in theirs.right and theirs.right[seed][0] == test_set
         }
         differences += [Figure(by_seed, right=right)] if by_seed else []
     count = len(differences)

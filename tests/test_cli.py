@@ -329,14 +329,16 @@ def test_doctor_asks_for_what_the_package_requires(command, monkeypatch):
         assert all(word in line for word in words), line
 
 
-def test_a_warning_is_one_line_of_a_log_however_long():
+def test_a_warning_is_one_line_of_a_log_however_long_and_none_ends_a_run():
     code = """if True:
-        import argparse, logging
+        import argparse, logging, sys
         from fs_lowrank.jobs import shell
         shell._log(argparse.Namespace(debug=False, verbose=False), shell.console)
-        logging.getLogger("fs_lowrank").warning("%s", 60 * "long ")"""
+        logging.getLogger("fs_lowrank").warning("%s", 60 * "long ")
+        sys.stdout.close()
+        logging.getLogger("fs_lowrank").warning("nobody reads this")"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == f"WARNING  {60 * 'long '}\n", done.stderr
+    assert (done.returncode, done.stdout) == (0, f"WARNING  {60 * 'long '}\n"), done.stderr
 
 
 # -- imports -------------------------------------------------------------------------------------------

@@ -221,8 +221,8 @@ def _log(args: argparse.Namespace, console: Console) -> None:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            level = Text(f"{record.levelname:<8}", f"logging.level.{record.levelname.lower()}")
-            console.print(level, self.format(record), soft_wrap=True)
+            with contextlib.suppress(OSError, ValueError):  # nobody reads the output any more, or it is closed
+                console.print(Text(f"{record.levelname:<8}", "bold"), self.format(record), soft_wrap=True)
 
     log_to(Lines())
     if args.verbose or args.debug:

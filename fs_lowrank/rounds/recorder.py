@@ -124,18 +124,18 @@ class Recorder:
 
     def _call(self, hook: str, *arguments: Any) -> None:
         """Call ``hook`` of all callbacks; an error of the user's code is one for the user."""
-        record = arguments[0] if hook == "after_round" else {}
-        own = [*record]
+        own = [*arguments[0]] if hook == "after_round" else []
         for callback in self.callbacks:
             kind = type(callback)
             external = not kind.__module__.startswith("fs_lowrank.")
-            before = {name: record[name] for name in own} if external else {}
+            before = {name: arguments[0][name] for name in own} if external else {}
             with user_errors(f"callbacks: {kind.__qualname__}.{hook}") if external else nullcontext():
                 self.ended |= bool(getattr(callback, hook)(self, *arguments))
-                if changed := [name for name, value in before.items() if record.get(name) is not value]:
+                if changed := [name for name, value in before.items() if arguments[0].get(name) is not value]:
                     taken = f"record[{changed[0]!r}] is the run's own; give yours another name"
                     raise UserError(f"callbacks: {kind.__qualname__}.after_round: {taken}")
-                to_json(record)
+                if before:
+                    to_json(arguments[0])
 
     def add(self, record: dict[str, Any]) -> None:
         """Call the callbacks, and write the record of a round, and a checkpoint if one is due."""

@@ -103,6 +103,8 @@ def test_the_rows_of_one_test_set_have_a_part_in_the_interval():
     without, with_rows = (gap({"x": of["a"]}, {"x": of["b"]}) for of in (plain, whole))
     mean = np.mean([rows["a"][s][1] - rows["b"][s][1] for s in range(3)], axis=0)
     assert with_rows.error**2 == pytest.approx(without.error**2 + mean.var(ddof=1) / 400)
+    other = replace(plain["b"], right={s: ("other rows", right[:300]) for s, (_, right) in rows["b"].items()})
+    assert gap({"x": whole["a"]}, {"x": other}).error == pytest.approx(without.error)
 
 
 def run_of(setting, method, *points):
