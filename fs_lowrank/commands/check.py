@@ -43,6 +43,6 @@ def _check(args: argparse.Namespace) -> int:
     lines: list = [("clients", "layer", "exact", "relative error", "likely cause")]
     for f in findings:
         exact = Text("yes", "green") if f.exact else Text("no", "red")
-        lines.append((f.case, f.layer, exact, f"{f.error:.1e}", f.cause))
+        lines.append((f.case, f.layer, exact, f"{f.error:.1e}", shell.as_options(f.cause, ["scale"])))
     tables.show(console, lines, args.table, right=("relative error",))
     return shell.OK if all(f.exact for f in findings) else shell.FAILED

@@ -194,7 +194,7 @@ def _mistakes(pairs, ranks: Sequence[int], factor: float, cut: int) -> Iterator[
     for (weight_label, w), (scale_label, s) in sorted(cases, key=lambda pair: bool(pair[0][0]) + bool(pair[1][0])):
         labels = [part for part in (weight_label, scale_label) if part]
         mean = _sums(pairs, w, s)
-        twice = "the scale alpha / r is in the pair, and counts twice; --scale 1 (scale=1.0) if it is not applied to it"
+        twice = "the scale alpha / r is in the pair, and counts twice; scale=1 if it is not applied to it"
         yield "; ".join(labels) or twice, _best(mean, cut) * (1.0 if labels else factor)
         u, values, vh = np.linalg.svd(mean, full_matrices=False)
         yield "; ".join(["√Σ in one half only", *labels]), (u * np.sqrt(values))[:, :cut] @ vh[:cut] * factor**0.5
