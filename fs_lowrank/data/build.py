@@ -28,7 +28,7 @@ from fs_lowrank.data.tokenize import (
     tokenizer_fingerprint,
 )
 from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
-from fs_lowrank.jobs.memo import memoized
+from fs_lowrank.jobs.memo import free_last_run, memoized
 from fs_lowrank.settings import Settings, one_mapping
 from fs_lowrank.settings.sections import Data
 
@@ -57,6 +57,7 @@ def build_data(cfg: Settings, tokenizer: Any = None, raw: RawData | None = None)
     if raw is None:
         raw = load_raw(cfg.data, origin=cfg.source, task=cfg.model.task)
     inputs = cfg, tokenizer, raw
+    free_last_run()
     data = memoized(lambda: _memo_key(*inputs), lambda: _build(*inputs), lambda built: built.nbytes)
     clear_truncation(tokenizer)
     say_once(data.describe(), logging.WARNING if any(data.repeated.values()) else logging.INFO, ROWS_LOGGER)

@@ -33,6 +33,12 @@ def memoizing() -> Iterator[Values]:
         _current = outer
 
 
+def free_last_run() -> None:
+    """Within ``memoizing``, free the model of the run before, since it and the hooks on it refer to each other."""
+    if _current is not None:
+        gc.collect()
+
+
 def memoized(
     decides: Callable[[], Mapping[str, Any] | None], make: Callable[[], Value], size: Callable[[Value], int]
 ) -> Value:
@@ -45,7 +51,6 @@ def memoized(
     """
     if _current is None:
         return make()
-    gc.collect()  # frees the model of the run before: it and the hooks on it refer to each other
     if (inputs := decides()) is None:
         return make()
     key = json.dumps(inputs, sort_keys=True, default=str)

@@ -6,13 +6,16 @@ to give the same results but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
 
 from torch import nn
 
 from ..config import Config
 from ..data import Examples, FederatedData, ImageExamples
 from ..data.ragged import Lazy
+from ..jobs.memo import Value, memoized
 from ..methods import Method
 from ..models.given import is_given
 from ..models.kinds import computes_by_length
@@ -56,9 +59,22 @@ class Shortcuts:
         """Computes the last layer of ``model`` for the positions that are read, if a trial allows it; None: never."""
         if self.config.train.only_read != "auto" or not self.tried or not self._stacked(model):
             return None
-        reads = OnlyRead(model)
-        reads.check(self.tried)
-        return reads
+        tried = self.tried
+        return OnlyRead(model, self.once("only_read", model, lambda: OnlyRead(model).check(tried)))
+
+    def once(self, what: str, model: nn.Module, trial: Callable[[], Value]) -> Value:
+        """The outcome of ``trial`` of ``model``; within ``memoizing``, that of an equal model before."""
+        return memoized(lambda: self._decides(what, model), trial, lambda _: 0)
+
+    def _decides(self, what: str, model: nn.Module) -> dict[str, Any]:
+        """All that decides the outcome of a trial of ``model``: not its values, nor those of the samples."""
+        config = self.config
+        train = {k: v for k, v in asdict(config.train).items() if k != "optimizer"}
+        shapes = [(name, *p.shape, str(p.dtype), str(p.device)) for name, p in model.named_parameters()]
+        return {
+            "trial": [what, config.federate.method, self.data.task, self.data.source, shapes],
+            "keys": [train, *(asdict(section) for section in (config.model, config.llm, config.lowrank))],
+        }
 
     def frozen_prefix(self, model: nn.Module, client: int | None = None, share: float = 1.0) -> FrozenPrefix | None:
         """The cache of the frozen layers of ``model``; None if there can be none.
@@ -77,6 +93,7 @@ class Shortcuts:
             shared=self.states,
             changing=self.method.changed_base(model),
             fewest=0.0 if train.cache_frozen == "all" else PASSES,
+            decides=self._decides("cache_frozen", model),
         )
         rounds = range(1, self.config.federate.total_round_num + 1)
         evaluated = sum(evaluation_due(self.config, t) for t in rounds) if client is None else 0

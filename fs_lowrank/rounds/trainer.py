@@ -95,7 +95,7 @@ class Trainer:
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
         """The last layer of ``model`` for the positions that are read: the workspace's, or a copy of it."""
         reads = self.workspace.reads
-        return reads if reads is None or model is self.workspace.model else reads.copy_for(model)
+        return reads if reads is None or model is self.workspace.model else OnlyRead(model, reads.checked)
 
     def _fitted(
         self, task: Task, client: Client, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False

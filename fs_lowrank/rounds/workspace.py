@@ -142,12 +142,12 @@ class Workspace:
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
         say_turns(config, self.method, self.sizes)
         self.shortcuts = Shortcuts(config, self.data, self.method, self.held_out())
-        if self.shortcuts.tried:
-            check_steady(self.model, self.shortcuts.tried)
+        if tried := self.shortcuts.tried:
+            self.shortcuts.once("steady", self.model, lambda: check_steady(self.model, tried))
         saving = (self.shortcuts.frozen_prefix, self.shortcuts.only_read)
-        tried: list[Any] = [make(self.model) for make in steps(saving, "trying what saves work")]
-        self.prefix: FrozenPrefix | None = tried[0]
-        self.reads: OnlyRead | None = tried[1]
+        made: list[Any] = [make(self.model) for make in steps(saving, "trying what saves work")]
+        self.prefix: FrozenPrefix | None = made[0]
+        self.reads: OnlyRead | None = made[1]
 
     @enough_memory()
     def plain_model(self) -> nn.Module:

@@ -204,7 +204,7 @@ def test_a_copy_needs_no_check():
     reads, other, batch = checked(model, data), copy.deepcopy(model), data.batch(np.arange(7))
     equal(
         results(model, batch, contextlib.nullcontext()),
-        results(other, batch, reads.copy_for(other).reading(batch)),
+        results(other, batch, OnlyRead(other, reads.checked).reading(batch)),
         1e-9,
     )
 
@@ -273,7 +273,7 @@ def test_with_dropout_that_no_mask_fits_training_computes_all_positions(caplog):
     layer.dense = Flat(layer.dense)
     reads, batch = checked(model, data), data.batch(np.arange(7))
     said = "the last layer of BertForSequenceClassification cannot be computed for some positions only in training"
-    assert not reads.usable_in_training and said in caplog.text
+    assert not reads.checked.usable_in_training and said in caplog.text
     plain = results(model, batch, contextlib.nullcontext(), training=True)
     equal(plain, results(model, batch, reads.reading(batch), training=True), 0.0)
 

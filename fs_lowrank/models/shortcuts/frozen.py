@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algebra import digest
+from ...jobs.memo import memoized
 from ...jobs.progress import steps
 from ...seeds import drawing
 from ..adapters import layer_stack
@@ -83,6 +84,7 @@ class FrozenPrefix:
         shared: where states are stored for other runs and processes, if its limit is not 0; None: in memory.
         changing: names of the base weights that the method changes; None: only states are cached, no keys and values.
         fewest: passes over an owner's samples from which on its states are cached.
+        decides: all that decides whether a trial succeeds, as for ``memoized``; None: unknown.
     """
 
     def __init__(
@@ -93,8 +95,9 @@ class FrozenPrefix:
         shared: SharedStates | None = None,
         changing: Collection[str] | None = None,
         fewest: float = PASSES,
+        decides: Mapping[str, Any] | None = None,
     ):
-        self.model, self.changing, self.fewest = model, changing, fewest
+        self.model, self.changing, self.fewest, self.decides = model, changing, fewest, decides
         self.shared = shared if shared is not None and shared.limit > 0 else None
         stack = layer_stack(model)
         self.layers = list(stack[1]) if stack else []
@@ -159,10 +162,10 @@ class FrozenPrefix:
         for group, chosen in zip(groups, used):
             for i in chosen[np.argsort(group.passes[chosen] < 1, kind="stable")].tolist():
                 self._take(group.names[i], int(group.tokens[i]))
-        wrong = self._differs(trial) if self.planned else ""
+        wrong = self._tried(trial) if self.planned else ""
         if wrong and self.parts:
             self.parts = {}
-            wrong = self._differs(trial)
+            wrong = self._tried(trial)
         if wrong:
             logger.warning(
                 "train.cache_frozen: the cache cannot be used with %s (%s); the frozen layers are computed each time",
@@ -310,6 +313,11 @@ class FrozenPrefix:
         frozen = {id(p) for module in self.below for p in module.parameters()}
         if any(id(p) in frozen for n, p in self.model.named_parameters() if n in self.trained):
             self.depth = 0  # a trained module of modules_to_save, such as an embedding, runs below the blocks
+
+    def _tried(self, examples) -> str:
+        """``_differs``, or what it said of an equal model."""
+        inputs = self.decides and {**self.decides, "cached": [self.depth, self.parts]}
+        return memoized(lambda: inputs, lambda: self._differs(examples), len)
 
     @torch.no_grad()
     def _differs(self, examples) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -148,11 +148,27 @@ class Attending:
         return needed, {n: outputs[n].shape[2:] for n in outer if n not in needed}
 
 
-class OnlyRead:
-    """Computes the last layer of ``model`` for the positions that are read, once ``check`` has found it exact."""
+@dataclass(frozen=True)
+class Checked:
+    """What ``OnlyRead.check`` found out about a model. It holds for copies of the model, too.
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    Attributes:
+        shared: modules of the last layer that the first pass computes, by name. unneeded: those it need not -> their
+            output's shape after the first two axes.
+        usable: whether results are exact in evaluation. usable_in_training: also with dropout.
+    """
+
+    shared: tuple[str, ...] = ()
+    unneeded: Mapping[str, torch.Size] = field(default_factory=dict)
+    usable: bool = False
+    usable_in_training: bool = False
+
+
+class OnlyRead:
+    """Computes the last layer of ``model`` for the positions that are read, if it was ``checked`` to be exact."""
+
+    def __init__(self, model: nn.Module, checked: Checked | None = None):
+        self.model, self.checked = model, checked or Checked()
         stack = layer_stack(model)
         self.layer = stack[1][-1] if stack else nn.Identity()
         above = model.get_submodule(stack[0].rpartition(".")[0]) if stack else None
@@ -161,23 +177,9 @@ class OnlyRead:
         self.end = norms[0] if norms else self.layer
         self.attending = Attending(self.layer)
         self.causal = any(getattr(module, "is_causal", False) is True for module in self.layer.modules())
-        #: modules of the layer that the first pass computes, and those it need not -> their output's shape after the
-        #: first two axes; by name, as they are the same in a copy of the model
-        self.shared: tuple[str, ...] = ()
-        self.unneeded: dict[str, torch.Size] = {}
-        self.usable = False
-        #: whether dropout is that of all positions
-        self.usable_in_training = False
 
     def __bool__(self) -> bool:
-        return self.usable
-
-    def copy_for(self, model: nn.Module) -> OnlyRead:
-        """The same for a copy of the model, which is not checked again."""
-        other = OnlyRead(model)
-        other.shared, other.unneeded, other.usable = self.shared, self.unneeded, self.usable
-        other.usable_in_training = self.usable_in_training
-        return other
+        return self.checked.usable
 
     def positions(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Which positions of a batch are read, bool ``(samples, length)``.
@@ -206,7 +208,7 @@ class OnlyRead:
         Args:
             device: of the model's inputs, if the caller knows it.
         """
-        read = self.positions(batch) if (self.usable_in_training if self.layer.training else self) else None
+        read = self.positions(batch) if (self.checked.usable_in_training if self.layer.training else self) else None
         if read is None or not 0 < int(read.sum(1).max()) <= _MAX_SHARE * read.shape[1]:
             yield
             return
@@ -247,9 +249,9 @@ class OnlyRead:
         """
         outputs: dict[str, Tensor] = {}
         with contextlib.ExitStack() as stack:
-            for name in self.shared:
+            for name in self.checked.shared:
                 stack.enter_context(self.layer.get_submodule(name).register_forward_hook(noting(outputs, name)))
-            for name, shape in self.unneeded.items():
+            for name, shape in self.checked.unneeded.items():
                 module = self.layer.get_submodule(name)
                 if drops and draws(module):
                     stack.enter_context(module.register_forward_hook(noting(outputs, name)))
@@ -260,7 +262,7 @@ class OnlyRead:
 
     # -- before it is trusted --------------------------------------------------------------------------
 
-    def check(self, examples: Any) -> None:
+    def check(self, examples: Any) -> Checked:
         """Compare results and gradients of a few of ``examples`` with the plain forward; use it if they are equal.
 
         If not, a warning says so once. A padded batch is compared, and a sample alone, for which models make no mask.
@@ -271,16 +273,17 @@ class OnlyRead:
         batches = [examples.batch(rows) for rows in (chosen, chosen[-1:])]
         with preserving_modes(self.model):
             wrong = self._trial(batches, device, training=False)
-            self.usable = not wrong
+            usable = not wrong
             wrong = wrong or self._trial(batches, device, training=True)
-            self.usable_in_training = not wrong
+        self.checked = replace(self.checked, usable=usable, usable_in_training=not wrong)
         if wrong:
-            mode = " in training" if self.usable else ""
+            mode = " in training" if usable else ""
             name = type(unwrapped(self.model)).__name__
             say_once(
                 f"train.only_read: the last layer of {name} cannot be computed for some positions only{mode} "
                 f"({wrong}); it is computed for all"
             )
+        return self.checked
 
     def _trial(self, batches: list[dict[str, Tensor]], device: torch.device, training: bool) -> str:
         """What differs, or fails, in one of the modes; ``""`` if nothing does."""
@@ -296,7 +299,7 @@ class OnlyRead:
             return "its loss reads the routers' outputs of all positions"
         for batch in batches:
             inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
-            if not self.shared:
+            if not self.checked.shared:
                 self._probe(inputs)
             read = self.positions(batch)
             plain = self._results(inputs, read)
@@ -343,8 +346,8 @@ class OnlyRead:
             self.model(**inputs)
         if not results:
             raise Unfit("its last layer does not run")
-        needed, self.unneeded = results[0]
-        self.shared = tuple(needed)
+        needed, unneeded = results[0]
+        self.checked = Checked(tuple(needed), unneeded)
 
 
 def outermost(names: Iterable[str]) -> list[str]:
