@@ -53,11 +53,7 @@ def _write(path: Path, panels: Sequence[Panel], title: str, **look: Any) -> None
     with suppress(OSError, SyntaxError), Image.open(path) as existing:  # no picture yet, or not a whole one
         if existing.info.get("Comment") == comment:
             return existing.verify()
-    picture = figure(panels, title, **look)
-    if (layout := picture.get_layout_engine()) is not None:
-        layout.execute(picture)  # once: matplotlib would draw the whole figure for it
-        picture.set_layout_engine("none")
-    write_bytes(path, drawn(picture, "png", comment), durable=False)
+    write_bytes(path, drawn(figure(panels, title, **look), "png", comment), durable=False)
 
 
 def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], path: Path) -> Path | None:

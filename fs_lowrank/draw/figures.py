@@ -10,8 +10,7 @@ import logging
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -210,9 +209,6 @@ def save(chart: Figure, path: Path) -> Path:
     Raises:
         RunFailed: it cannot be written.
     """
-    with _draw_settings():
-        chart.draw_without_rendering()  # the layout, which takes longer than the rest: once for both files
-    chart.set_layout_engine("none")
     # The PNG last, so that where it is, the PDF is, too.
     for target in (path.with_suffix(".pdf"), path):
         content = drawn(chart, target.suffix[1:])  # on a full disk matplotlib would raise other errors than the disk's
@@ -227,24 +223,18 @@ def drawn(chart: Figure, kind: str, comment: str = "") -> bytes:
         kind: ``png``, ``pdf`` or ``svg``; in the last, texts are texts, and there is no background.
         comment: of a PNG, that a picture does not show.
     """
+    import matplotlib
+
     options: dict[str, Any] = {
         "png": {"dpi": 110, "metadata": {"Comment": comment} if comment else {}},
         "pdf": {"metadata": {"CreationDate": None}},
         "svg": {"metadata": dict.fromkeys(("Date", "Creator", "Format", "Type")), "transparent": True},
     }
     content = io.BytesIO()
-    with _draw_settings():
-        chart.savefig(content, format=kind, **options[kind])
-    return content.getvalue()
-
-
-@contextmanager
-def _draw_settings() -> Iterator[None]:
-    import matplotlib
-
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fs-lowrank"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # _fonts_with has said it in other words
-        yield
+        chart.savefig(content, format=kind, **options[kind])
+    return content.getvalue()
 
 
 def svg(panel: Panel) -> str:

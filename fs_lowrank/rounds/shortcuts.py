@@ -69,7 +69,7 @@ class Shortcuts:
     def _decides(self, what: str, model: nn.Module) -> dict[str, Any]:
         """All that decides the outcome of a trial of ``model``: not its values, nor those of the samples."""
         config = self.config
-        train = {k: v for k, v in asdict(config.train).items() if k != "optimizer"}
+        train = {**asdict(config.train), "optimizer": config.train.optimizer.type}
         shapes = [(name, *p.shape, str(p.dtype), str(p.device)) for name, p in model.named_parameters()]
         return {
             "trial": [what, config.federate.method, self.data.task, self.data.source, shapes],

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from torch import Tensor, nn
@@ -131,7 +131,9 @@ class Trainer:
         elif self.reuse:
             reason = "lowrank.reuse_clients stores clients that were trained alone"
         else:
-            reason = never_together(workspace.model, config, self._held, workspace.shortcuts.tried)
+            model, tried = workspace.model, workspace.shortcuts.tried
+            trial = partial(never_together, model, config, self._held, tried)
+            reason = workspace.shortcuts.once("cohort", model, trial)
         if reason:
             self._say_alone(reason)
         return 1 if reason else size

@@ -15,6 +15,7 @@ from fs_lowrank.jobs import memo
 from fs_lowrank.jobs.memo import memoized, memoizing
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.reads import OnlyRead
+from fs_lowrank.rounds import trainer, workspace
 from fs_lowrank.rounds.workspace import Workspace
 from tests.cases import same_model
 from tests.torture.child import difference
@@ -110,23 +111,25 @@ def test_what_a_run_left_is_freed_before_the_next(kind, request, tmp_path, no_cu
 @pytest.mark.more
 def test_shortcuts_are_tried_once_on_equal_models(settings, monkeypatch):
     tried = []
-    for kind, name in ((FrozenPrefix, "_differs"), (OnlyRead, "check")):
+    trials = ((FrozenPrefix, "_differs"), (OnlyRead, "check"), (workspace, "check_steady"), (trainer, "never_together"))
+    for kind, name in trials:
         trial = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda self, rows, *, trial=trial: tried.append(trial) or trial(self, rows))
+        monkeypatch.setattr(kind, name, lambda *given, trial=trial: tried.append(trial) or trial(*given))
     settings["llm"]["adapter"]["args"] = [{"r": 2, "layers": [1], "modules": ["value"]}]
 
     def count(**keys):
         tried.clear()
-        workspace = Workspace(fs_lowrank.load_config(settings, keys))
-        assert workspace.prefix and workspace.prefix.planned and workspace.reads.checked.usable_in_training
+        made = Workspace(fs_lowrank.load_config(settings, keys))
+        assert made.prefix and made.prefix.planned and made.reads.checked.usable_in_training
+        assert trainer.Trainer(made).cohort > 1
         return len(tried)
 
-    keys = {"train.cache_frozen": "all"}
+    keys = {"train.cache_frozen": "all", "train.cohort": 3}
     with memoizing():
-        assert count(**keys) == 2
+        assert count(**keys) == 4
         assert count(**keys, seed=7) == count(**keys, **{"train.optimizer.lr": 0.3, "federate.client_num": 3}) == 0
-        assert count(**keys, **{"federate.method": "rolora"}) == count(**keys, **{"lowrank.base_init": "zero"}) == 2
-    assert count(**keys) == 2
+        assert count(**keys, **{"federate.method": "rolora"}) == count(**keys, **{"llm.tok_len": 20}) == 4
+    assert count(**keys) == 4
 
 
 @pytest.mark.more
