@@ -38,7 +38,7 @@ $(VENV)/.installed: setup.py constraints.txt
 	@echo "== installing torch: PyTorch's build for this machine"
 	$(UV) --torch-backend auto torch || \
 	{ echo "== PyTorch's builds cannot be reached; taking the torch that pip finds"; $(PIP) torch; }
-	@echo "== installing fs-lowrank and the libraries it stands on"
+	@echo "== installing fs-lowrank and its libraries"
 	$(UV) --no-build-isolation -e '.[dev,docs]' || $(PIP) --no-build-isolation -e '.[dev,docs]'
 	@echo "== installing curvlinops, alone: what it asks for would bring another torch"
 	$(UV) --no-deps curvlinops-for-pytorch backpack-for-pytorch || $(PIP) --no-deps curvlinops-for-pytorch backpack-for-pytorch
@@ -55,7 +55,7 @@ demo: $(VENV)/.installed
 	$(BIN)/fs-lowrank compare --cfg examples/demo.yaml --methods $(DEMO_METHODS) --resume
 
 test: $(VENV)/.installed
-	@echo "== running the test suite"
+	@echo "== running the main tests"
 	$(BIN)/python -m pytest -q -n 2 --dist load
 
 test-more: $(VENV)/.installed

@@ -65,7 +65,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         action="store_true",
         help="say what it will take: runs, samples, time, memory, disk; train nothing",
     )
-    tables.option(runs, "with --estimate: ")
+    tables.option(runs, "with --estimate or --verify: ")
     runs.add_argument("--unsafe-code", action="store_true", help="let HumanEval execute generated code")
     runs.set_defaults(do=_run)
     report = commands.add_parser("report", help="write results/report.md, report.html and their figures")
@@ -110,8 +110,8 @@ def _list(args: argparse.Namespace) -> None:
 
     lines: list[tuple[str, ...]]
     if not args.suites:
-        lines = [("suite", "what", "small", "paper"), *overview()]
-        return tables.show(console, lines, args.table)
+        sizes = ("experiments\nsmall", "experiments\npaper")
+        return tables.show(console, [("suite", "what", *sizes), *overview()], args.table, right=sizes)
     from .job import Search
     from .plan import check_only, chosen, jobs_of
 
@@ -143,10 +143,12 @@ def _run(args: argparse.Namespace) -> int:
     workers = max(1, len(gpus)) if args.workers is None else args.workers
     if args.estimate:
         return _estimate(_options(args, args.suites), workers, gpus, args.table)
-    if args.table:
-        raise UserError(f"--table {args.table}: of --estimate; `fs-lowrank benchmark report` has the tables of results")
     if args.verify:
-        return _verify(dataclasses.replace(_options(args, args.suites), cell=args.verify))
+        return _verify(dataclasses.replace(_options(args, args.suites), cell=args.verify), args.table)
+    if args.table:
+        raise UserError(
+            f"--table {args.table}: of --estimate and --verify; `fs-lowrank benchmark report` has the tables of results"
+        )
     board = run(_options(args, args.suites), workers, gpus)
     say(
         f"{board.finished} done, {len(board.failed)} failed, {board.remaining} remain, {board.skipped} were done before"
@@ -163,15 +165,16 @@ def _run(args: argparse.Namespace) -> int:
     return shell.OK
 
 
-def _verify(options: Options) -> int:
+def _verify(options: Options, file: Path | None) -> int:
     from .run import verify
 
     differences = verify(options)
+    rows = [("metric", "result", "again"), *((name, str(old), str(new)) for name, old, new in differences)]
+    if differences or file:
+        tables.show(console, rows, file, right=("result", "again"))
     if not differences:
         say(f"{options.cell}: every metric is the same again")
         return shell.OK
-    rows = [("metric", "result", "again"), *((name, str(old), str(new)) for name, old, new in differences)]
-    tables.show(console, rows, None)
     raise RunFailed(
         f"{options.cell}: {len(differences)} of its metrics differ; its record has the commit, the versions and the "
         "processor that it was made with, and last digits depend on the processor"

@@ -60,5 +60,5 @@ def _score(args: argparse.Namespace) -> None:
                 continue
             spread = values.get(f"{metric}_stderr")
             lines.append((task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {spread:.4f}" if spread else "")))
-    tables.show(shell.console, lines, args.table)
+    tables.show(shell.console, lines, args.table, right=("samples", "value"))
     say("± is one standard error, lm-eval's; majority: the score of an answer that never changes")

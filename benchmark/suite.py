@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import UserError, declared
-from fs_lowrank.errors import counted, nearest
+from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
 from fs_lowrank.settings.reading import read_packaged
@@ -118,7 +118,7 @@ def overview() -> Iterator[tuple[str, ...]]:
     for name in shipped():
         tree = read_packaged(__package__, f"suites/{name}.yaml")
         by_size = [{**tree, **(tree.get(size) or {})}.get("experiments") or ["main"] for size in SIZES]
-        yield name, tree["title"], *(counted(len(experiments), "experiment") for experiments in by_size)
+        yield name, tree["title"], *(str(len(experiments)) for experiments in by_size)
 
 
 def shipped() -> list[str]:

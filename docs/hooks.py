@@ -33,11 +33,11 @@ PAGES = {
 }
 #: the pages whose tables are sorted by a click on a header and saved as CSV, as on the page of a run
 SORTED = ("leaderboard.md",)
-#: folder -> pages that were at the top of ``docs`` once
+#: pages that were at the top of ``docs`` once, by their folder; ``OLD=NEW`` has another name there
 MOVED = {
     "guides": "adapters benchmark evaluation federatedscope flower hpo large_models own_data own_method robust "
     "scale speed",
-    "methods": "fedloru one_shot",
+    "methods": "fedloru=fedloru_details one_shot",
     "reference": "keys platforms run_files",
 }
 #: pictures outside of ``docs`` that a page shows go to this folder of the site
@@ -176,8 +176,8 @@ def on_page_markdown(markdown, page, config, files):
 
 def on_post_build(config):
     for folder, names in MOVED.items():
-        for name in names.split():
-            new, old = f"../{folder}/{name}/", Path(config.site_dir, name)
+        for old_name, _, new_name in (name.partition("=") for name in names.split()):
+            new, old = f"../{folder}/{new_name or old_name}/", Path(config.site_dir, old_name)
             old.mkdir()
             (old / "index.html").write_text(
                 f'<!doctype html><title>Moved</title><script>location.replace("{new}" + location.hash)</script>'

@@ -39,7 +39,7 @@ _GROUPS = {
 _EXAMPLES = {
     "init": "fs-lowrank init reviews.csv",
     "run": "fs-lowrank run --cfg reviews.yaml train.optimizer.lr 0.05",
-    "compare": "fs-lowrank compare --cfg reviews.yaml --methods rolora,fedlora,local",
+    "compare": "fs-lowrank compare --cfg reviews.yaml --methods rolora,local",
     "predict": "fs-lowrank predict runs/reviews --data new.csv",
     "evaluate": "fs-lowrank evaluate runs/reviews --data more.csv",
     "report": "fs-lowrank report runs/reviews",
@@ -272,6 +272,8 @@ def _print_notes(results: dict) -> None:
             best, share = result.best.get("test_acc"), result.facts["majority"]
             details = f"; in the best round {best:.3f} ± {standard_error(best, rows):.3f}" if best is not None else ""
             details += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
+            alone = results["local"].final.get("test_acc") if name != "local" in results else None
+            details += f"; each client alone (local) {alone:.3f}" if alone is not None else ""
             console.print(f"  {name}: test accuracy {score:.3f} ± {error}{details}")
         if result.before:
             scores = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
@@ -311,12 +313,13 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
     if engine not in added_engines():  # the others refuse what they do not honour when they run
         check_engine(config, engine)
     usage = estimate(config)
-    tables.show(console, usage.lines(), file, right=("size",))
+    tables.show(console, usage.lines(), file, right=("MB",))
     if usage.seconds is not None and usage.steps is not None:
         from .runs.summary import human_time
 
         or_less = f" or less, as {usage.cohort} clients train at once," if usage.cohort > 1 else ""
-        say(f"  about {human_time(usage.seconds)}{or_less} for {usage.steps:,.0f} steps of clients, and evaluation")
+        steps = f"{usage.steps:,.0f} steps of clients"
+        console.print(f"  about {human_time(usage.seconds)}{or_less} for {steps}, and evaluation")
     for resource in usage.lacking:
         say(f"  it will not fit: {resource}", style="yellow")
     for advice in usage.advice:
@@ -432,8 +435,9 @@ def _cache(args: argparse.Namespace) -> None:
         return
     stats = [path.stat() for path in reversed(states.entries())]
     say(f"{len(stats)} entries, {human_bytes(states.size())}, in {states.folder}")
-    lines = [(human_bytes(stat.st_size), f"{datetime.fromtimestamp(stat.st_mtime):%Y-%m-%d %H:%M}") for stat in stats]
-    tables.show(console, [("size", "last used"), *lines], args.table, right=("size",))
+    times = [f"{datetime.fromtimestamp(stat.st_mtime):%Y-%m-%d %H:%M}" for stat in stats]
+    lines = [(f"{stat.st_size / 1e6:.3f}", time) for stat, time in zip(stats, times)]
+    tables.show(console, [("MB", "last used"), *lines], args.table, right=("MB",))
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -452,10 +456,10 @@ def _fetch(args: argparse.Namespace) -> None:
     from .fetch import FETCHABLE, fetch, resolve
 
     if not args.names:
-        lines = [("name", "what", "size", "licence", "here")]
+        lines = [("name", "what", "MB", "licence", "here")]
         for name, item in FETCHABLE.items():
-            lines.append((name, item.description, str(item.size), item.licence, "yes" if resolve(name) else ""))
-        tables.show(console, lines, args.table, leaves=("licence", "size"))
+            lines.append((name, item.description, f"{item.size:g}", item.licence, "yes" if resolve(name) else ""))
+        tables.show(console, lines, args.table, right=("MB",), leaves=("licence", "MB"))
         return
     tables.only_of_a_list(args)
     for name in args.names:

@@ -87,10 +87,11 @@ class Estimate:
 
     def lines(self) -> list[Sequence[str]]:
         """The table, with the totals and the free bytes."""
-        rows: list[Sequence[str]] = [("what", "where", "size", "how it is known")]
+        rows: list[Sequence[str]] = [("what", "where", "MB", "how it is known")]
         for where, free in self.room.items():
-            rows += [(n.label, where, human_bytes(n.size), n.basis) for n in self.needs if n.where == where and n.size]
-            rows += [("in all", where, human_bytes(self.total(where)), f"free: {human_bytes(free)}"), ()]
+            needs = [need for need in self.needs if need.where == where and need.size]
+            rows += [(need.label, where, f"{need.size / 1e6:.3f}", need.basis) for need in needs]
+            rows += [("in all", where, f"{self.total(where) / 1e6:.3f}", f"free: {human_bytes(free)}"), ()]
         return rows
 
 

@@ -188,7 +188,7 @@ def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     dry = ["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]
     table = ["--table", str(tmp_path / "takes.csv")]
     assert cli.main([*dry, *table]) == 0
-    assert (tmp_path / "takes.csv").read_text().startswith("what,where,size,") and (tmp_path / "takes.tex").exists()
+    assert (tmp_path / "takes.csv").read_text().startswith("what,where,MB,") and (tmp_path / "takes.tex").exists()
     out = capsys.readouterr().out
     assert "activations" in out and "steps of clients" in out and "will not fit" not in out
     assert not [*(tmp_path / "run").glob("*")], "the probe leaves no trace"

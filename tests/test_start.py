@@ -184,14 +184,14 @@ def test_columns_of_any_name(at, tiny_encoder):
         (
             make_reviews(60).drop(columns="label").assign(a=1, b=[*"xy"] * 30),
             {},
-            "which column is the label. say label='COLUMN', of text, domain, a, b",
+            "which column is the label. say label='COLUMN', of domain, b$",
         ),
         (
-            pd.DataFrame({"a": [1, 2] * 20, "b": [3, 4] * 20}),
+            pd.DataFrame({name: [f"{name} {i}" for i in range(40)] for name in ("task", "reply")}),
             {},
-            "which column is the text. say text='COLUMN', of a, b; of instructions with answers, instruction=",
+            "is the text. say text='COLUMN', of task, reply; of instructions .* instruction='task' and output='reply'$",
         ),
-        (make_reviews(60).assign(review="x"), {}, "which column is the text. say text='COLUMN', of text, label"),
+        (make_reviews(60).assign(review="x"), {}, "which column is the text. say text='COLUMN', of text, review$"),
         (make_reviews(60), {"label": "label", "output": "text"}, "label is of a classification, output of instr"),
         (make_reviews(60), {"clients": 55}, "clients=55: .* has 60 rows"),
         (make_reviews(60), {"instruction": "text"}, "which column is the output. say output='COLUMN'"),

@@ -59,7 +59,10 @@ def draw(rounds: Mapping[str, Sequence[tuple[int, float]]]) -> None:
     panel = Panel("demo", "", "MB sent, up and down, by all clients", "accuracy on held-out data", lines)
     text = drawn(figure([panel], size=(7.2, 3.4)), "svg").decode()
     for name, (ink, paper) in _LOOKS.items():
-        write_text(PICTURES / f"demo-{name}.svg", text.replace(INK, ink).replace(PAPER, paper))
+        coloured = text.replace(INK, ink).replace(PAPER, paper)
+        # Texts without a colour of their own, as matplotlib writes black ones.
+        coloured = coloured.replace('<style type="text/css">', f'<style type="text/css">text{{fill: {ink}}} ', 1)
+        write_text(PICTURES / f"demo-{name}.svg", coloured)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     colour: int | str = 0
-    style: str = "-"
+    style: str | tuple[float, tuple[float, ...]] = "-"
     marker: str | None = None
     hollow: bool = False
     means: str = ""

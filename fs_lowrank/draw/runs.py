@@ -28,11 +28,11 @@ Histories = Mapping[str, Sequence[History]]
 MOST_CLIENTS = 100
 #: of classes that are drawn as stacked bars, or with numbers in a confusion matrix
 MOST_CLASSES = len(COLOURS)
-_PARTS = {
+_PARTS: dict[str, tuple[str, Any]] = {
     "lora_A": ("matrix A", "-"),
     "lora_B": ("matrix B", "--"),
     "adapter": ("adapter", "-"),
-    "head": ("head", ":"),
+    "head": ("head", (0, (5, 1, 1, 1, 1, 1))),
     "base": ("base weights", "-."),
 }
 _WORDS = {"acc": "accuracy", "token_acc": "next-token accuracy", "f1": "F1", "matthews": "Matthews' correlation"}

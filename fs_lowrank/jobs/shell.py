@@ -11,8 +11,10 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,15 +54,16 @@ class Parser(argparse.ArgumentParser):
     def _overview(self) -> str:
         (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         summaries = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+        fill = partial(textwrap.fill, width=shutil.get_terminal_size().columns - 2, break_on_hyphens=False)
+        row = partial(fill, initial_indent="  ", subsequent_indent=" " * 13)
         lines = [self.format_usage(), self.description or "", ""]
         for title, names in self.groups.items():
             lines += [f"{title}:"]
             for name in names:
-                lines += [f"  {name:<10} {summaries.pop(name)}", f"  {'':<10} $ {commands.choices[name].example}"]
+                lines += [row(f"{name:<10} {summaries.pop(name)}"), f"  {'':<10} $ {commands.choices[name].example}"]
             lines += [""]
-        width = max(map(len, summaries))
-        lines += ["More:", *(f"  {name:<{width}} {text}" for name, text in summaries.items()), ""]
-        return "\n".join([*lines, f"{self.prog} COMMAND --help shows a command's options", self.epilog or "", ""])
+        lines += ["More:", *(row(f"{name:<10} {text}") for name, text in summaries.items()), ""]
+        return "\n".join([*lines, f"{self.prog} COMMAND --help shows a command's options", fill(self.epilog or ""), ""])
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
@@ -222,7 +225,8 @@ def _log(args: argparse.Namespace, console: Console) -> None:
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             with contextlib.suppress(OSError, ValueError):  # nobody reads the output any more, or it is closed
-                console.print(Text(f"{record.levelname:<8}", "bold"), self.format(record), soft_wrap=True)
+                level, whole = Text(f"{record.levelname:<8}", "bold"), not console.is_terminal
+                console.print(level, self.format(record), soft_wrap=whole)
 
     log_to(Lines())
     if args.verbose or args.debug:

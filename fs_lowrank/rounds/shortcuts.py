@@ -62,17 +62,17 @@ class Shortcuts:
         tried = self.tried
         return OnlyRead(model, self.once("only_read", model, lambda: OnlyRead(model).check(tried)))
 
-    def once(self, what: str, model: nn.Module, trial: Callable[[], Value]) -> Value:
+    def once(self, name: str, model: nn.Module, trial: Callable[[], Value]) -> Value:
         """The outcome of ``trial`` of ``model``; within ``memoizing``, that of an equal model before."""
-        return memoized(lambda: self._decides(what, model), trial, lambda _: 0)
+        return memoized(lambda: self._decides(name, model), trial, lambda _: 0)
 
-    def _decides(self, what: str, model: nn.Module) -> dict[str, Any]:
+    def _decides(self, name: str, model: nn.Module) -> dict[str, Any]:
         """All that decides the outcome of a trial of ``model``: not its values, nor those of the samples."""
         config = self.config
         train = {**asdict(config.train), "optimizer": config.train.optimizer.type}
-        shapes = [(name, *p.shape, str(p.dtype), str(p.device)) for name, p in model.named_parameters()]
+        shapes = [(n, *p.shape, str(p.dtype), str(p.device)) for n, p in model.named_parameters()]
         return {
-            "trial": [what, config.federate.method, self.data.task, self.data.source, shapes],
+            "trial": [name, config.federate.method, self.data.task, self.data.source, shapes],
             "keys": [train, *(asdict(section) for section in (config.model, config.llm, config.lowrank))],
         }
 

@@ -145,9 +145,9 @@ class Workspace:
         if tried := self.shortcuts.tried:
             self.shortcuts.once("steady", self.model, lambda: check_steady(self.model, tried))
         saving = (self.shortcuts.frozen_prefix, self.shortcuts.only_read)
-        made: list[Any] = [make(self.model) for make in steps(saving, "trying what saves work")]
-        self.prefix: FrozenPrefix | None = made[0]
-        self.reads: OnlyRead | None = made[1]
+        shortcuts: list[Any] = [make(self.model) for make in steps(saving, "trying what saves work")]
+        self.prefix: FrozenPrefix | None = shortcuts[0]
+        self.reads: OnlyRead | None = shortcuts[1]
 
     @enough_memory()
     def plain_model(self) -> nn.Module:

@@ -27,7 +27,9 @@ def progress_bar(
     """
     live = watched() if show is None else show
     rounds = config.federate.total_round_num
-    with showing(live=True) if live else nullcontext(), line(name, rounds, at_once=live) as bar:
+    # It begins with the first client: until then, data and model have lines of their own.
+    soon: dict[str, Any] = {"delay": 1e-9, "mininterval": 0} if live else {}
+    with showing(live=True) if live else nullcontext(), line(name, rounds, **soon) as bar:
         if bar is None:
             yield on_round, on_client
             return

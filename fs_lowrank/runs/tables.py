@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..settings.metrics import chief, larger_is_better
 from .result import RunResult
-from .summary import for_people, human_bytes, per_client_and_round, seconds
+from .summary import for_people, per_client_and_round, seconds
 
 
 def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
@@ -17,16 +17,16 @@ def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
     lines[0] += ["best\nround", *(f"{m}\nof it".replace("_", "\n") for m in of_best)] if best else []
     lines[0] += ["majority\nclass"]
-    lines[0] += ["uplink\nwith head", "downlink\nwith head", "uplink\nno head", "downlink\nno head"]
-    lines[0] += ["training\ntotal", "aggregation\na round"]
+    lines[0] += [f"{link} kB\n{head} head" for head in ("with", "no") for link in ("uplink", "downlink")]
+    lines[0] += ["training s\ntotal", "aggregation ms\na round"]
     for name, result in results.items():
         sent, spent = per_client_and_round(result.history), seconds(result.history)
         majority = result.facts["majority"]
         line = [name, *_values(_final(result), metrics)]
         line += [str(result.best.get("round", "-")), *_values(_best(result), of_best)] if best else []
         line += ["-" if majority is None else f"{majority:.3f}"]
-        line += [human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")]
-        lines.append([*line, f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms"])
+        line += [f"{sent[d + bare] / 1e3:.1f}" for bare in ("", "_without_head") for d in ("uplink", "downlink")]
+        lines.append([*line, f"{spent['training']:.1f}", f"{spent['aggregation_median'] * 1000:.1f}"])
     return lines
 
 

@@ -394,7 +394,7 @@ class Lowrank:
     #: initialisation of layers with an adapter when training from scratch: random weights and a zero adapter, or zero
     #: weights and a pair of random matrices
     base_init: str = key("random", choices=("random", "zero"))
-    #: train and send the head of a classifier; False: it stays as it was drawn or loaded, and the adapter alone learns
+    #: train and send the head of a classifier; False: it stays as it began, and the adapter alone learns
     train_head: bool = key(True)
     #: what stays with its client beside what the method keeps there: `[head]` gives every client a head of its own,
     #: which is never sent
@@ -415,7 +415,7 @@ class Lowrank:
     trackers: list[str] = key([], items=TRACKERS, result=False)
     #: rounds between checkpoints; 0: none
     checkpoint_freq: int = key(1, min=0, result=False)
-    #: number of checkpoints that are kept
+    #: number of checkpoints in the folder
     keep_checkpoints: int = key(2, min=1, result=False)
     #: settings of some clients for themselves: a list such as ``[{clients: 3, batch_size: 4}, {clients: [5, "7-9"],
     #: lr_factor: 0.5}]``; or a file: a table (``.csv``, ``.tsv``) with a column ``client`` and a row for each client,

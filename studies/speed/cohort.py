@@ -38,7 +38,7 @@ MINILM = {
 #: form -> the form that it is compared with, and the name of the ratio
 COMPARED = {
     "together": ("alone", "one by one ÷ together"),
-    "only what is read": ("together", "the last layer for all positions ÷ for those that are read"),
+    "only what is read": ("together", "the last layer for all positions ÷ for the positions read"),
     "in blocks": ("only what is read", "whole batches ÷ blocks of similar length"),
 }
 

@@ -73,7 +73,7 @@ def study(turns: int) -> dict[str, Any]:
     jobs = {pair: _job(*pair) for pair in pairs}
     medians, cores = {setting: statistics.median(times) for setting, times in demos.items()}, os.cpu_count()
     demo, ratio = "the demo's four methods, the whole command", "÷ ours"
-    plain = "clients one by one, whole batches, nothing kept for other runs"
+    plain = "clients one by one, whole batches, nothing stored for other runs"
     threads = f"one process with {cores} threads ÷ {cores} processes"
     rows = [
         row(demo, f"one process, {plain} {ratio}", *_ratio(medians["without"], medians["all"]), minimum=3),

@@ -82,7 +82,7 @@ def link(project, path, fragment=""):
 def offer(monkeypatch, path, **changes):
     values = {
         "description": "a test",
-        "size": "1 kB",
+        "size": 0.001,
         "licence": "none",
         "registry": "pypi",
         "package": "tiny-pack",

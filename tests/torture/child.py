@@ -185,7 +185,7 @@ def _without_bars(text: str) -> str:
 # -- what a run leaves ---------------------------------------------------------------------------------
 
 #: columns of ``summary.csv`` that differ between any two runs
-_DURATIONS = ("training total", "aggregation a round")
+_DURATIONS = ("training s total", "aggregation ms a round")
 #: files whose content may differ between a run and the same run resumed, by durations and the number of threads; only
 #: their existence is compared
 _DIFFER = (".lock", "environment.json", "curves.png", "curves.pdf", "summary.tex", "events")

@@ -39,7 +39,7 @@ ABOUT = """# Every method on Flower
 
 Three clients, two of them in each round, three rounds of two steps, on the small models of the tests, in float32 and
 with the same seed: the embedded engine, and this package's server and clients on Flower's grid and SuperLink state in
-one process. Nothing is kept between two messages to a client but what lies on its disk, and the server is stopped after
+one process. Between two messages a client has nothing but the files on its disk, and the server is stopped after
 the first round and resumed. Clients make data and model anew for each message and other work ran beside it, so the
 seconds say only how long this took.
 
