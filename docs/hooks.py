@@ -163,7 +163,8 @@ def on_page_markdown(markdown, page, config, files):
     def fitting(match):
         text, target, anchor = match[1], match[2], match[3] or ""
         file = os.path.normpath(source.parent / target)
-        goal = PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else "")
+        page = file.removeprefix("docs/") if file.startswith("docs/") and not (ROOT / file).is_dir() else ""
+        goal = PAGES.get(file) or page
         goal = goal or (f"{SHOWN}/{file}" if file.endswith((".png", ".svg")) and (ROOT / file).exists() else "")
         if goal:
             return f"[{text}]({os.path.relpath(goal, where.parent)}{anchor})"

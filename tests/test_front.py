@@ -20,6 +20,11 @@ def test_the_figures_of_the_demo_are_the_committed_ones():
         assert rows[name] == f"{accuracy:.3f}" and rounds[name][-1][1] == accuracy
 
 
+def test_texts_of_the_pictures_have_the_ink_of_their_page():
+    for name, (ink, _) in front["_LOOKS"].items():
+        assert f"text{{fill: {ink}}}" in (ROOT / front["PICTURES"] / f"demo-{name}.svg").read_text()
+
+
 def test_a_visitor_reads_it_in_a_minute():
     assert len(README.encode()) <= 9000
     assert all(
