@@ -173,7 +173,7 @@ def compare(
     if data is not None:
         config = with_data(config, data, bool(resume), overwrite)
     configs = _configs_of(config, keys_of, outdir)
-    schedule_config = configs.get("fedloru", config)  # with its own tau
+    schedule_config = next((c for c in configs.values() if "tau" in c.method_params), config)
     configs |= {name: row_config(name, schedule_config if name == "relora" else config, outdir / name) for name in rows}
     results = {}
     with memoizing():  # the data are loaded once

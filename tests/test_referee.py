@@ -1,5 +1,7 @@
 """The referee of server steps: right ones pass, and each known mistake is named."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,31 @@ def test_heads_shapes_and_errors():
         judge_server_step(lambda *given: [])
     with pytest.raises(AssertionError, match="unequal ranks, up: off by .*the scale alpha / r is left out"):
         check_server_step(lambda *given: stacked(*given, factors=list(weights(given[1]))), scale=1.0)
+
+
+def test_mistakes_of_published_code_are_named():
+    def cause(step, layer="up"):
+        return {case: of(judge_server_step(step), case)[layer][1] for case in ("equal ranks", "unequal ranks")}
+
+    def rooted(power, states, sizes, ranks, alphas):
+        answer, scale = split(states, sizes, ranks, alphas, rank=max(ranks), half=0.5), alphas[0] / max(ranks)
+        return {n: t * scale**power if "lora_B" in n else t for n, t in answer.items()}
+
+    for power in (-0.5, 0.5):  # the scale is taken out of B, or not at all
+        assert {*cause(partial(rooted, power)).values()} == {"√Σ in one half only"}
+    unscaled = {*cause(lambda *given: stacked(*given, factors=list(weights(given[1])))).values()}
+    assert unscaled == {"the scale alpha / r is left out"}
+    assert {*cause(lambda states, *_: states[0]).values()} == {"the pair of client 1, not averaged"}
+    assert {*cause(lambda *given: {**dense(*given), HEAD: dense(*given)[HEAD].T}, "head").values()} == {"transposed"}
+
+    def transposed(*given):
+        """The pair of the means, and the residual the wrong way round."""
+        return means(*given) | {n: t.T for n, t in dense(*given).items() if n != HEAD}
+
+    assert all(said.endswith("expected (12, 7): transposed") for said in cause(transposed).values())
+    for wrong in (lambda states, sizes: {}, dict):
+        with pytest.raises(UserError, match="came, expected a function step"):
+            judge_server_step(wrong)
 
 
 def test_the_command(tmp_path, capsys):

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+#: of Adam, and of the optimizer of FedFisher's authors
+_BETAS, _EPS = (0.9, 0.99), 0.01
+
 
 def conjugate_path(
     product: Callable[[Tensor], Tensor],
@@ -57,9 +60,7 @@ def adam(
     gradient: Callable[[list[Tensor]], list[Tensor]],
     start: list[Tensor],
     *,
-    lr: float = 0.01,
-    betas: tuple[float, float] = (0.9, 0.99),
-    eps: float = 0.01,
+    lr: float,
 ) -> Iterator[list[Tensor]]:
     """The iterates of Adam, beginning with ``start``, without end (Kingma and Ba 2015, Algorithm 1)."""
     x = [t.clone() for t in start]
@@ -69,19 +70,17 @@ def adam(
         yield [t.clone() for t in x]
         step += 1
         for tensor, grad, mean, square in zip(x, gradient(x), m, v):
-            mean.mul_(betas[0]).add_(grad, alpha=1 - betas[0])
-            square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-            root = (square / (1 - betas[1] ** step)).sqrt_().add_(eps)
-            tensor.addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
+            mean.mul_(_BETAS[0]).add_(grad, alpha=1 - _BETAS[0])
+            square.mul_(_BETAS[1]).addcmul_(grad, grad, value=1 - _BETAS[1])
+            root = (square / (1 - _BETAS[1] ** step)).sqrt_().add_(_EPS)
+            tensor.addcdiv_(mean, root, value=-lr / (1 - _BETAS[0] ** step))
 
 
 def summed_moments(
     gradient: Callable[[list[Tensor]], list[Tensor]],
     start: list[Tensor],
     *,
-    lr: float = 0.01,
-    betas: tuple[float, float] = (0.9, 0.99),
-    eps: float = 0.01,
+    lr: float,
     eps_inside: bool = False,
 ) -> Iterator[list[Tensor]]:
     """The iterates of the optimizer in the code of FedFisher's authors, beginning with the result of the first step.
@@ -93,9 +92,9 @@ def summed_moments(
     m, d = ([torch.zeros_like(t) for t in x] for _ in range(2))
     while True:
         for tensor, grad, mean, square in zip(x, gradient(x), m, d):
-            mean.mul_(betas[0]).add_(grad)
-            square.mul_(betas[1]).addcmul_(grad, grad)
-            tensor.addcdiv_(mean, (square + eps).sqrt() if eps_inside else square.sqrt() + eps, value=-lr)
+            mean.mul_(_BETAS[0]).add_(grad)
+            square.mul_(_BETAS[1]).addcmul_(grad, grad)
+            tensor.addcdiv_(mean, (square + _EPS).sqrt() if eps_inside else square.sqrt() + _EPS, value=-lr)
         yield [t.clone() for t in x]
 
 

@@ -23,12 +23,15 @@ def model_fingerprint(model: nn.Module) -> str:
     return digest({**dict(model.named_parameters()), **beside(model)})[:12]
 
 
-def configuration_fingerprint(model: nn.Module) -> str:
+def configuration_fingerprint(model: nn.Module, labelled: bool = False) -> str:
     """A hash, 12 digits, of the values of the model's configuration and generation config that are not their classes'
     defaults; empty if it has none. For a model of ``build_model``, as in its files, before ``settle_ends``.
+
+    Args:
+        labelled: as it is now, with the names of the classes, as development versions of 0.2.0 had it.
     """
     inner = unwrapped(model)
-    if "configured" in vars(inner):
+    if "configured" in vars(inner) and not labelled:
         return vars(inner)["configured"]
     configs = [getattr(inner, name, None) for name in ("config", "generation_config")]
     changed = [config.to_diff_dict() for config in configs if config is not None and hasattr(config, "to_diff_dict")]

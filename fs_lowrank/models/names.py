@@ -66,7 +66,7 @@ def tags(name: str) -> frozenset[str]:
         return frozenset({"factor"})
     for part in _ADAPTER_PARTS:
         if part in parts:
-            adapter = parts[parts.index(part) + 1]
+            adapter = (parts[parts.index(part) + 1 :] or ["default"])[0]  # PEFT saves names without the adapter's
             return frozenset({"adapter", part} if adapter == "default" else {adapter})
     if "original_module" in parts:
         return frozenset()  # PEFT's untouched copy of a head: never trained, never sent

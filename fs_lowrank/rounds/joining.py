@@ -147,6 +147,7 @@ def check_continued(meta: Mapping[str, Any], workspace: Workspace, outdir: Path)
     pairs = [(subject, meta[subject], current[subject]) for subject in ("data", "model")]
     if read.get("by") == current["read"]["by"]:
         pairs += [(subject, read.get(subject), value) for subject, value in current["read"].items()]
+    pairs = [pair for pair in pairs if pair[:2] != ("configuration of the model", workspace.labelled)]
     for subject, saved, value in pairs:
         if saved != value:
             raise CannotContinue(

@@ -99,7 +99,8 @@ class Workspace:
         training: the training data of client n at position n - 1. sizes: of the training sets.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
         heads: the modules of a model without an adapter that are a head by their place (``names.is_head``).
-        base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
+        base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none; labelled: the
+            same as development versions of 0.2.0 had it.
         new_weights: names of weights that no checkpoint had (a new head's).
         shortcuts: makes the cache of the frozen layers (``prefix``, or None) and the last layer for the positions that
             are read (``reads``, or None).
@@ -123,6 +124,7 @@ class Workspace:
         with line("loading the model", 1, at_once=True):
             model = self.plain_model()
         self.base_fingerprint, self.configured = model_fingerprint(model), configuration_fingerprint(model)
+        self.labelled = configuration_fingerprint(model, labelled=True)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         # Beside an adapter the names say it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -22,13 +23,16 @@ def as_step(server: Any) -> Any:
         UserError: it is none of these.
     """
     for attribute, step in _STEPS.items():
-        if hasattr(server, attribute):
+        if hasattr(server, attribute) and (step is _nvflare_workflow or not isinstance(server, type)):
             return partial(step, server)
-    if not callable(server):
+    try:
+        inspect.signature(server).bind([], [], [], [])
+    except (TypeError, ValueError) as error:
+        name = getattr(server, "__name__", type(server).__name__)
         raise UserError(
-            f"{type(server).__name__} came, expected a function step(states, sizes, ranks, alphas), a strategy of "
-            "Flower with aggregate_train, or an aggregator of NVFlare or APPFL"
-        )
+            f"{name} came, expected a function step(states, sizes, ranks, alphas), a strategy of Flower "
+            f"with aggregate_train, or an aggregator of NVFlare or APPFL, not its class: {error}"
+        ) from error
     return server
 
 

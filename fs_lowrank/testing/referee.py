@@ -13,7 +13,7 @@ nearly all errors of server steps are invisible otherwise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ CASES = {"equal ranks": [3, 3, 3], "unequal ranks": [2, 3, 5]}
 #: layer -> the shape of its weight
 LAYERS = {"up": (12, 7), "down": (6, 15)}
 _PREFIX, _HEAD = "base_model.model.", "base_model.model.classifier.weight"
+_SUM = "a sum instead of a mean"
 #: relative errors below it are rounding of float32
 _ROUNDING = 1e-4
 
@@ -130,9 +131,10 @@ def _judge_head(case: str, states: Sequence[Mapping[str, np.ndarray]], answer: M
     mean = np.tensordot(p, heads, 1)
     out = answer.get(_HEAD)
     if out is None or out.shape != mean.shape:
-        return Finding(case, "head", False, float("nan"), "the head is missing" if out is None else "of another shape")
-    causes = {"a plain mean instead of the weighted one": np.mean(heads, 0)}
-    causes |= {f"the head of client {k + 1}, not averaged": head for k, head in enumerate(heads)}
+        shape = "transposed" if out is not None and out.shape == mean.T.shape else "of another shape"
+        return Finding(case, "head", False, float("nan"), "the head is missing" if out is None else shape)
+    causes = [("a plain mean instead of the weighted one", np.mean(heads, 0)), (_SUM, np.sum(heads, 0))]
+    causes += [(f"the head of client {k + 1}, not averaged", head) for k, head in enumerate(heads)]
     return _judge(case, "head", out, mean, causes)
 
 
@@ -150,7 +152,7 @@ def _judge_layer(
     up, down, change = (answer.get(f"{name}.{part}") for part in ("lora_B.weight", "lora_A.weight", "weight"))
     if change is None and (up is None or down is None):
         return Finding(case, layer, False, float("nan"), f"{name} has neither a pair nor a change of the weight")
-    product: Any = 0.0
+    parts = [] if change is None else [change]
     rank, factor = 0, 1.0
     if up is not None and down is not None:
         if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0]:
@@ -159,14 +161,13 @@ def _judge_layer(
         if not (rank := len(down)):
             return Finding(case, layer, False, float("nan"), "the server's pair has no component")
         factor = ALPHA / rank if scale is None else scale
-        product = factor * up @ down
-    out = product + (0.0 if change is None else change)
-    if out.shape != exact.shape:
-        return Finding(
-            case, layer, False, float("nan"), f"the product is {out.shape}, expected {exact.shape}: transposed"
-        )
+        parts.append(factor * up @ down)
+    for part in parts:
+        if part.shape != exact.shape:
+            shapes = f"the product is {part.shape}, expected {exact.shape}: transposed"
+            return Finding(case, layer, False, float("nan"), shapes)
     cut = rank if change is None else min(exact.shape)
-    return _judge(case, layer, out, exact, dict(_mistakes(pairs, ranks, factor, cut)), cut)
+    return _judge(case, layer, np.sum(parts, axis=0), exact, _mistakes(pairs, ranks, factor, cut), cut)
 
 
 def _sums(pairs, weights: Sequence[float], scales: Sequence[float]) -> np.ndarray:
@@ -180,12 +181,14 @@ def _mistakes(pairs, ranks: Sequence[int], factor: float, cut: int) -> Iterator[
     weights = {
         "": [n / sum(SIZES) for n in SIZES],
         "a plain mean instead of the weighted one": [1 / count] * count,
-        "a sum instead of a mean": [1.0] * count,
+        _SUM: [1.0] * count,
+        "the sizes as weights, which do not add up to 1": [float(n) for n in SIZES],
     }
     scales = {
         "": [ALPHA / r for r in ranks],
         "the scale alpha / r is left out": [1.0] * count,
         "one scale, of the largest rank, for all": [ALPHA / largest] * count,
+        "one scale, of client 1, for all": [ALPHA / ranks[0]] * count,
     }
     short = [largest - rank for rank in ranks]
     padded = [(np.pad(up, ((0, 0), (0, n))), np.pad(down, ((0, n), (0, 0)))) for (up, down), n in zip(pairs, short)]
@@ -195,12 +198,25 @@ def _mistakes(pairs, ranks: Sequence[int], factor: float, cut: int) -> Iterator[
         labels = [part for part in (weight_label, scale_label) if part]
         mean = _sums(pairs, w, s)
         twice = "the scale alpha / r is in the pair, and counts twice; scale=1 if it is not applied to it"
-        yield "; ".join(labels) or twice, _best(mean, cut) * (1.0 if labels else factor)
+        best = _best(mean, cut)
+        if labels:
+            yield "; ".join(labels), best
+        yield "; ".join(labels) or twice, best * factor
         u, values, vh = np.linalg.svd(mean, full_matrices=False)
-        yield "; ".join(["√Σ in one half only", *labels]), (u * np.sqrt(values))[:, :cut] @ vh[:cut] * factor**0.5
+        half = (u * np.sqrt(values))[:, :cut] @ vh[:cut]
+        for applied in (factor**0.5, 1.0, factor):  # the scale is taken out of the sum, or of B, or not at all
+            yield "; ".join(["√Σ in one half only", *labels]), half * applied
         up, down = (np.stack([p * pair[i] for p, pair in zip(w, padded)]).sum(0) for i in (0, 1))
         means = f"{padding}A and B averaged each by itself: the product of means is not the mean of products"
         yield "; ".join([means, *labels]), s[-1] * up @ down
+        scaled = np.stack([p * c * pair[0] for p, c, pair in zip(w, s, padded)]).sum(0)
+        yield "; ".join([means, *labels]), scaled @ down
+    for weight_label, w in weights.items():
+        up, down = (np.stack([p * pair[i] for p, pair in zip(w, padded)]).sum(0) for i in (0, 1))
+        out = factor * up @ down + _sums(pairs, w, [1.0] * count) - up @ down
+        yield "; ".join(filter(None, ["the scale alpha / r is left out of the residual", weight_label])), out
+    for k, (up, down) in enumerate(pairs, start=1):
+        yield f"the pair of client {k}, not averaged", factor * up @ down
 
 
 def _best(matrix: np.ndarray, rank: int) -> np.ndarray:
@@ -211,7 +227,12 @@ def _best(matrix: np.ndarray, rank: int) -> np.ndarray:
 
 
 def _judge(
-    case: str, layer: str, out: np.ndarray, exact: np.ndarray, causes: Mapping[str, np.ndarray], cut: int | None = None
+    case: str,
+    layer: str,
+    out: np.ndarray,
+    exact: np.ndarray,
+    causes: Iterable[tuple[str, np.ndarray]],
+    cut: int | None = None,
 ) -> Finding:
     def gap(reference: np.ndarray) -> float:
         return float(np.linalg.norm(out - reference)) / max(float(np.linalg.norm(reference)), 1e-12)
@@ -219,5 +240,5 @@ def _judge(
     error = gap(exact)
     if error < _ROUNDING or cut is not None and gap(_best(exact, cut)) < _ROUNDING:
         return Finding(case, layer, True, error, "")
-    cause = next((name for name, wrong in causes.items() if gap(wrong) < 10 * _ROUNDING), "no cause that is known here")
+    cause = next((name for name, wrong in causes if gap(wrong) < 10 * _ROUNDING), "no cause that is known here")
     return Finding(case, layer, False, error, cause)

@@ -23,32 +23,19 @@ from .metrics import measure, of_outputs
 BatchScore = tuple[Any, ...]
 
 
-def evaluate(
-    model: nn.Module,
-    examples,
-    batch_size: int,
-    *,
-    metrics: Sequence[str] = (),
-    owner: str = "",
-    prefix: FrozenPrefix | None = None,
-    reads: OnlyRead | None = None,
-) -> dict[str, float]:
-    """Mean loss and accuracy over ``examples``, and ``metrics`` of all of them.
-
-    Samples are sorted by length to reduce padding, which changes the result only by rounding.
-
-    Returns:
-        ``loss`` and ``acc``, and ``metrics``. For a classifier they are per sample; for a language model per predicted
-        token (positions with label -100 are ignored). ``loss`` of a regression is the mean squared error, and there is
-        no ``acc``; of sets of classes it is the mean cross-entropy of a class, and ``acc`` that of whole sets.
-    """
-    outputs = bool(of_outputs(metrics))
-    scores = batch_scores(model, examples, batch_size, outputs=outputs, owner=owner, prefix=prefix, reads=reads)
-    return mean_scores(scores, metrics)
+def evaluate(model: nn.Module, examples, batch_size: int, reads: OnlyRead | None = None) -> dict[str, float]:
+    """Mean loss and accuracy over ``examples``, as ``mean_scores``."""
+    return mean_scores(batch_scores(model, examples, batch_size, reads=reads))
 
 
 def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> dict[str, float]:
-    """``loss`` and ``acc`` over all batches, added in the order given, and ``metrics`` of their outputs."""
+    """``loss`` and ``acc`` over all batches, added in the order given, and ``metrics`` of their outputs.
+
+    Returns:
+        For a classifier they are per sample; for a language model per predicted token (positions with label -100 are
+        ignored). ``loss`` of a regression is the mean squared error, and there is no ``acc``; of sets of classes it is
+        the mean cross-entropy of a class, and ``acc`` that of whole sets.
+    """
     loss, correct, count, accurate = 0.0, 0, 0, True
     predicted, labels, classes = list[Any](), list[Any](), 0
     for batch_loss, batch_correct, batch_count, *outputs in scores:

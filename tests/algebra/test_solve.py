@@ -53,7 +53,7 @@ def test_adam_equals_torch():
     target = torch.ones(6)
     parameter = torch.nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.Adam([parameter], lr=0.01, betas=(0.9, 0.99), eps=0.01)
-    for iterate in islice(adam(lambda x: [matrix @ x[0] - target], [torch.zeros(6)]), 50):
+    for iterate in islice(adam(lambda x: [matrix @ x[0] - target], [torch.zeros(6)], lr=0.01), 50):
         torch.testing.assert_close(iterate[0], parameter.detach(), atol=1e-6, rtol=1e-5)
         parameter.grad = (matrix @ parameter - target).detach()
         optimizer.step()
@@ -61,7 +61,7 @@ def test_adam_equals_torch():
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_authors_steps_by_hand(inside):
-    iterates = summed_moments(lambda x: [x[0] - 1.0], [torch.tensor([0.0])], eps_inside=inside)
+    iterates = summed_moments(lambda x: [x[0] - 1.0], [torch.tensor([0.0])], lr=0.01, eps_inside=inside)
     x, m, d = 0.0, 0.0, 0.0
     for _ in range(3):
         g = x - 1

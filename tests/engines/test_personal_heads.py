@@ -44,6 +44,16 @@ def test_what_stays_with_a_client_is_resumed_scored_and_saved(settings, tmp_path
     assert not torch.equal(tensors[0], tensors[1])
 
 
+@pytest.mark.parametrize("keys", [{"federate.method": "fedpara"}, {"llm.adapter.args.0.use_dora": True}])
+def test_heads_beside_other_pairs_are_saved(settings, keys):
+    few = {"federate.total_round_num": 1, "train.local_update_steps": 1, "lowrank.personal": ["head"], **keys}
+    result = fs_lowrank.run(load_config(settings, few))
+    own = load_checkpoint(result.outdir / "checkpoint").parts["personal"]
+    model = AutoPeftModelForSequenceClassification.from_pretrained(result.saved["personal"] / "client_1")
+    (head,) = (p for n, p in model.named_parameters() if n.endswith("classifier.modules_to_save.default.weight"))
+    assert any(torch.equal(head, tensor) for name, tensor in own.items() if name.startswith("1/"))
+
+
 def test_a_bias_of_b_stays_with_its_client_and_is_saved(settings, tmp_path):
     settings["llm"]["adapter"]["args"][0]["lora_bias"] = True
     few = {"federate.method": "fedsa_lora", "federate.total_round_num": 1, "train.local_update_steps": 1}

@@ -1,7 +1,8 @@
-"""Run folders of version 0.1.0, stopped after round 3 of 5, resume with the results of that version.
+"""Run folders of version 0.1.0, and of 0.2.0.dev0 (``rolora_dev``), stopped after round 3 of 5, resume with the results
+of that version.
 
 Each folder holds the files of the stopped run (``checkpoint``, ``rounds.jsonl``, ``config.yaml``), and the results of
-version 0.1.0 after it had continued the run: ``ends_with.jsonl``, and the global model in ``ends_with.safetensors``.
+that version after it had continued the run: ``ends_with.jsonl``, and the global model in ``ends_with.safetensors``.
 """
 
 import json
@@ -21,9 +22,9 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["rolora", "fedloru_adam", "mfedloru", "pfedloru"])
+@pytest.mark.parametrize("name", ["rolora", "fedloru_adam", "mfedloru", "pfedloru", "rolora_dev"])
 @pytest.mark.more
-def test_a_run_of_version_0_1_is_resumed(tmp_path, monkeypatch, name):
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path, monkeypatch, name):
     place = tmp_path / "place"
     shutil.copytree(FOLDERS, place)
     monkeypatch.chdir(place)

@@ -72,7 +72,7 @@ class LowRankTrainer(GeneralTorchTrainer):
             result = self.session.evaluator.score(examples, split, config.metrics)
         else:  # the workspace's cache knows the whole held-out sets, not the clients' shares of them
             reads = self.session.trainer.reads_of(self.ctx.model)
-            result = evaluate(self.ctx.model, examples, config.eval_batch_size, owner=split, reads=reads)
+            result = evaluate(self.ctx.model, examples, config.eval_batch_size, reads)
         self.results[split] = result
         size = size_of(examples)
         return named(split, result, size.get("tokens", size["samples"]), self.cfg)
