@@ -177,7 +177,7 @@ def _verify(options: Options, file: Path | None) -> int:
         return shell.OK
     raise RunFailed(
         f"{options.cell}: {len(differences)} of its metrics differ; its record has the commit, the versions and the "
-        "processor that it was made with, and last digits depend on the processor"
+        "processor that it was made with, on which results depend"
     )
 
 

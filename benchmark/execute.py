@@ -411,9 +411,15 @@ def commit() -> str:
     """The commit of a checkout of this package, with a + if files differ from it; empty for an installed package."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        head, changed = (
+        # The first fails where an environment lies in a repository of the user's.
+        questions = (
+            ("ls-files", "--error-unmatch", Path(__file__).name),
+            ("rev-parse", "HEAD"),
+            ("status", "--porcelain", "--", "*.py"),
+        )
+        _, head, changed = (
             subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", "*.py"))
+            for words in questions
         )
     except (OSError, subprocess.CalledProcessError):
         return ""

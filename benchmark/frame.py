@@ -1,4 +1,4 @@
-"""All live results as one table, which the report writes as ``results.csv``: a line for each cell."""
+"""All results as one table, which the report writes as ``results.csv``: a line for each cell."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def write_report(options: Options) -> list[Path]:
     """
     root, store = Path(options.results), options.store
     names = options.suites or shipped()
-    if not any(root.glob("*/*.json")):  # known at once; to plan every suite takes a minute
+    if not any(root.glob("*/*.json")):  # known at once; a plan of every suite takes seconds
         raise _without_results(options, names)
     # A suite whose sizes do not differ is reported at the first.
     all_sizes = [(name, size) for name in names for size in sizes_of(name) or SIZES[:1]]

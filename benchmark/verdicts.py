@@ -267,8 +267,9 @@ def _listed(seeds: Sequence[int]) -> str:
 
 
 def _number(records: Sequence[Mapping]) -> str:
-    """The number of runs, or for a study the command of its script."""
-    scripts = [f"`{r['label']}`" for r in records if "rounds" not in r and "label" in r]
+    """The number of runs, or for a study the command of its script, by its present name."""
+    labels = [r["label"] for r in records if "rounds" not in r and "label" in r]
+    scripts = [f"`{label.replace('benchmark.analysis.', 'studies.analysis.')}`" for label in labels]
     return ", ".join(scripts) or counted(len(records), "run")
 
 

@@ -89,7 +89,9 @@ def reference() -> list[Entry]:
 def framework_entries() -> list[Entry]:
     """FederatedScope's keys that this package hands to it and does not interpret."""
     keys = {name: Key(type(value), default=value) for name, value in sorted(framework.DEFAULTS.items())}
-    return [Entry(name, "FederatedScope", "A key of FederatedScope's own", key) for name, key in keys.items()]
+    text = "A key of FederatedScope's own: {} with our methods"
+    words = {name: text.format(on_engine(name, "federatedscope")) for name in keys}
+    return [Entry(name, "FederatedScope", words[name], key) for name, key in keys.items()]
 
 
 def find(name: str) -> list[Entry]:

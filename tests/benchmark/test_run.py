@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 from contextlib import redirect_stderr, redirect_stdout
@@ -789,3 +790,14 @@ def test_the_test_set_is_scored_alike_with_stored_states(settings, tmp_path, no_
 def test_a_share_of_no_rows_is_no_test_set(settings, tmp_path, no_curves):
     with pytest.raises(UserError, match="there is no test set; give the last one a share"):
         final_test(settings, tmp_path / "run", **{"data.splits": [0.8, 0.199, 0.001]})
+
+
+@pytest.mark.more
+def test_the_commit_is_of_this_package_alone(tmp_path, monkeypatch):
+    """Not of a repository in which somebody's environment lies."""
+    (tmp_path / "own.py").write_text("")
+    for words in ("init", "add own.py", "-c user.name=a -c user.email=b commit -m first"):
+        subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True, capture_output=True)
+    for name, length in (("own.py", 12), ("execute.py", 0)):
+        monkeypatch.setattr(benchmark.execute, "__file__", str(tmp_path / name))
+        assert len(benchmark.execute.commit.__wrapped__()) == length
