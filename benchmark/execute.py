@@ -409,16 +409,14 @@ def _machine(job: Job) -> dict:
 @cache
 def commit() -> str:
     """The commit of a checkout of this package, with a + if files differ from it; empty for an installed package."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    file = Path(__file__)
+    # The first fails where an environment lies in a repository of the user's.
+    questions = f"ls-files --error-unmatch {file.name}", "rev-parse HEAD", "status --porcelain -- *.py"
     try:
-        # The first fails where an environment lies in a repository of the user's.
-        questions = (
-            ("ls-files", "--error-unmatch", Path(__file__).name),
-            ("rev-parse", "HEAD"),
-            ("status", "--porcelain", "--", "*.py"),
-        )
         _, head, changed = (
-            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(
+                ["git", "-C", file.parent, *words.split()], capture_output=True, text=True, check=True
+            ).stdout
             for words in questions
         )
     except (OSError, subprocess.CalledProcessError):

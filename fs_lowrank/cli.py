@@ -264,6 +264,7 @@ def _print_notes(results: dict) -> None:
     from .runs.summary import for_people
     from .settings.metrics import standard_error
 
+    alone = results["local"].final.get("test_acc") if "local" in results else None
     for name, result in results.items():
         rows = result.facts["held_out"].get("test", 0)
         if "test_acc" in result.final and rows and not result.language:
@@ -272,8 +273,7 @@ def _print_notes(results: dict) -> None:
             best, share = result.best.get("test_acc"), result.facts["majority"]
             details = f"; in the best round {best:.3f} ± {standard_error(best, rows):.3f}" if best is not None else ""
             details += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
-            alone = results["local"].final.get("test_acc") if name != "local" in results else None
-            details += f"; each client alone (local) {alone:.3f}" if alone is not None else ""
+            details += f"; local {alone:.3f}" if alone is not None and name != "local" else ""
             console.print(f"  {name}: test accuracy {score:.3f} ± {error}{details}")
         if result.before:
             scores = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)

@@ -191,10 +191,10 @@ def _columns(setup: Setup, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
         if column := named.get(role) or (candidates[0] if len(candidates) == 1 or candidates and causal else ""):
             columns[role] = column
         elif role not in ("input", "text_pair"):
-            few = [name for name in available if 1 < table[name].astype(str).nunique() <= len(table) // 5]
+            few = [n for i, n in enumerate(available) if 1 < table.iloc[:, i].astype(str).nunique() <= len(table) // 5]
             likely = few if role == "label" else [name for name in available if name not in few]
             advice = "" if few else "; of instructions with answers, instruction='{}' and output='{}'"
-            advice = advice.format(*available[:2], "COLUMN")
+            advice = advice.format(*available[:2], "COLUMN", "COLUMN")
             if causal:
                 template = "[{template: '{COLUMN}', output: COLUMN}]"
                 advice = f"; for plain text write the configuration by hand, with data.args {template}"

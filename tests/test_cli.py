@@ -120,6 +120,13 @@ def test_a_folder_that_holds_a_run(command, config_file, tmp_path):
     assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == before
 
 
+@pytest.mark.more
+def test_the_score_of_each_client_alone_is_beside_a_method_s(command, config_file, tmp_path):
+    _, out, _ = command("compare", "--cfg", config_file, "--methods", "fedlora,local", "federate.total_round_num", "1")
+    alone = json.loads((tmp_path / "run" / "comparison.json").read_text())["local"]["final"]["test_acc"]
+    assert squeeze(out).count(f"; local {alone:.3f}") == 1, "not beside its own"
+
+
 def test_compare(command, config_file, tmp_path):
     few = ["federate.total_round_num", "2", "train.local_update_steps", "1"]
     arguments = ["compare", "--cfg", config_file, "--methods", "rolora, fedlora", *few]

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     def _overview(self) -> str:
         (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         summaries = {choice.dest: choice.help or "" for choice in commands._choices_actions}
-        fill = partial(textwrap.fill, width=shutil.get_terminal_size().columns - 2, break_on_hyphens=False)
+        fill = partial(textwrap.fill, width=max(shutil.get_terminal_size().columns - 2, 40), break_on_hyphens=False)
         row = partial(fill, initial_indent="  ", subsequent_indent=" " * 13)
         lines = [self.format_usage(), self.description or "", ""]
         for title, names in self.groups.items():

@@ -68,11 +68,11 @@ class Shortcuts:
 
     def _decides(self, name: str, model: nn.Module) -> dict[str, Any]:
         """All that decides the outcome of a trial of ``model``: not its values, nor those of the samples."""
-        config = self.config
+        config, ends = self.config, [end(self.tried.lengths) for end in (min, max)] if self.tried else []
         train = {**asdict(config.train), "optimizer": config.train.optimizer.type}
         shapes = [(n, *p.shape, str(p.dtype), str(p.device)) for n, p in model.named_parameters()]
         return {
-            "trial": [name, config.federate.method, self.data.task, self.data.source, shapes],
+            "trial": [name, config.federate.method, self.data.task, self.data.source, ends, shapes],
             "keys": [train, *(asdict(section) for section in (config.model, config.llm, config.lowrank))],
         }
 
