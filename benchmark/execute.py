@@ -34,7 +34,7 @@ from fs_lowrank.runs.environment import machine, versions
 from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
-from fs_lowrank.training.evaluate import mean_scores
+from fs_lowrank.training.evaluate import mean_scores, worst_tenth
 from fs_lowrank.training.metrics import of_outputs
 
 from .beside import hpo, module_of
@@ -165,7 +165,7 @@ class FinalTest(fs_lowrank.Callback):
     The loss and the metrics go to ``final``. Of the facts, ``test_rows_in_training`` is the number of test rows that
     are also in the training data (``data.duplicates``), and the number of all test rows; the metrics include these
     rows. ``right`` has a bit for each test row, as ``right_rows`` packs them; there is none of a language model or of
-    numbers.
+    numbers. ``test_acc_worst_decile`` is over the clients' shares of the test set (``worst_tenth``).
     """
 
     def on_end(self, run: Any, result: RunResult) -> None:
@@ -185,8 +185,10 @@ class FinalTest(fs_lowrank.Callback):
         result.facts["test_rows_in_training"] = [data.repeated["test"], len(data.test)]
         if not config.is_language and "test_acc" in result.final:
             hits = np.array([hit for _, _, _, predicted, labels, _ in scores for hit in map(eq, predicted, labels)])
-            longest_first = np.argsort(-data.test.lengths, kind="stable")
-            result.facts["right"] = right_rows(data.test.fingerprint(), hits[np.argsort(longest_first)])
+            right = hits[np.argsort(np.argsort(-data.test.lengths, kind="stable"))]  # they come with the longest first
+            result.facts["right"] = right_rows(data.test.fingerprint(), right)
+            by_client = [float(right[data.test_shares[i]].mean()) for i in data.tested()]
+            result.final["test_acc_worst_decile"] = worst_tenth(by_client, larger=True)
 
 
 def _samples(history: Sequence[Mapping]) -> dict:

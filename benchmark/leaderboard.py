@@ -9,6 +9,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,6 @@ from .conditions import interval_text
 from .figures import draw_on_white, point
 from .frame import row
 from .intervals import Estimate, Figure, estimate
-from .methods_table import signed
 from .results import ExperimentResults
 from .suite import Suite
 from .template import markdown
@@ -36,14 +36,41 @@ from .template import markdown
 LEADERBOARD = "leaderboard"
 #: the method that the others are compared with
 BASE = "fedlora"
-#: bytes are counted up to this share of the base's accuracy in a setting
-TARGET = 0.98
+#: bytes are counted until a method is as near as this to the base's accuracy or loss in a setting
+NEAR = 0.02
+#: the worst tenth of clients, of one global model on their shares of the test set
+WORST = "test_acc_worst_decile"
 #: the columns of runs whose medians are in the table
 MEASURED = ["uplink_without_head", "downlink_without_head", "client", "aggregation", "memory"]
 #: the columns that identify a run
 RUN = ["setting", "method", "seed"]
-#: setting -> the accuracy of a method on test data
+#: setting -> the score of a method on test data
 Figures = Mapping[str, Figure]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How models are scored: in tables as ``name``, in units of ``1 / factor`` and by ``form``.
+
+    Attributes:
+        sign: 1 if a larger value is better, otherwise −1.
+    """
+
+    metric: str
+    name: str
+    difference: str
+    factor: float
+    form: str
+    sign: int
+
+    def text(self, estimate: Estimate, sign: str = "") -> str:
+        """With its 95 % interval."""
+        return interval_text(estimate, sign + self.form, self.factor)
+
+
+ACCURACY = Score("acc", "accuracy", "points", 100, ".1f", 1)
+#: of a language model, per token of the answers
+LOSS = Score("loss", "loss", "difference", 1, ".3f", -1)
 
 
 def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], root: Path) -> list[Path]:
@@ -52,33 +79,37 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
     Nothing is written without results of ``fedlora``.
     """
     page = root / f"{LEADERBOARD}{'_paper' if suite.size == 'paper' else ''}.md"
-    figures, runs = collect(results)
+    figures, runs = collect(results, ACCURACY)
     if not figures:
         return []
     _draw(figures, runs, page.with_suffix(".svg"))
+    losses, language_runs = collect(results, LOSS)
+    tables = [table(figures, runs), parts(figures, runs), table(losses, language_runs, LOSS)]
     experiments = [experiment for experiment in results.values() if experiment.records]
-    tables = [[[*rows[0]], *([*row.values()] for row in rows)] for rows in (table(figures, runs), parts(figures, runs))]
-    write_text(page, markdown("leaderboard", *tables, experiments, page.with_suffix(".svg").name))
+    cells = [[[*rows[0]], *([*row.values()] for row in rows)] if rows else [] for rows in tables]
+    write_text(page, markdown("leaderboard", *cells, experiments, page.with_suffix(".svg").name))
     return [page, page.with_suffix(".svg")]
 
 
-def collect(results: Mapping[str, ExperimentResults]) -> tuple[dict[str, Figures], pd.DataFrame]:
-    """Method -> its accuracies, the best method first, and a row for each run: in the settings that have results of the
-    base.
+def collect(results: Mapping[str, ExperimentResults], score: Score) -> tuple[dict[str, Figures], pd.DataFrame]:
+    """Method -> its scores, the best method first, and a row for each run: of the experiments that have this score, in
+    the settings that have results of the base.
     """
     figures: dict[str, dict[str, Figure]] = {}
     runs = []
     for name, experiment in results.items():
-        for column in (c for c in experiment.columns if experiment.has(BASE, c, "test_acc")):
+        metric = f"test_{score.metric}"
+        columns = experiment.columns if experiment.language == (score is LOSS) else []
+        for column in (c for c in columns if experiment.has(BASE, c, metric)):
             setting = f"{name} {column}"
             for method in experiment.methods:
-                if figure := experiment.figure(method, column, "test_acc"):
+                if figure := experiment.figure(method, column, metric):
                     figures.setdefault(method, {})[setting] = figure
                 records = experiment.records.get((method, column), ()) if figure and figure.n else ()
                 labels = {"method": method, "setting": setting, "task": experiment.experiment.title, "clients": column}
                 runs += [{**row(r), **_run_columns(r), **labels} for r in records]
     available = [method for method, by_setting in figures.items() if any(figure.n for figure in by_setting.values())]
-    order = sorted(available, key=lambda method: -gap(figures[method], figures[BASE]).centre)
+    order = sorted(available, key=lambda method: -score.sign * gap(figures[method], figures[BASE]).centre)
     return {method: figures[method] for method in order}, pd.DataFrame(runs)
 
 
@@ -98,32 +129,37 @@ def _run_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"client": seconds, "points": points, "config": config}
 
 
-def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, str]]:
+def table(figures: Mapping[str, Figures], runs: pd.DataFrame, score: Score = ACCURACY) -> list[dict[str, str]]:
     """A row for each method: column -> text."""
-    by_method, points = runs.groupby("method"), curves(runs)
+    if not figures:
+        return []
+    by_method, points = runs.groupby("method"), curves(runs, score)
     medians = runs[MEASURED].astype(float).groupby(runs["method"]).median()
     sent = runs[MEASURED[:2]].astype(float).div(1e3).groupby([runs["method"], runs["setting"]]).mean()
-    equal, (multiples, reached) = equal_bytes(points), bytes_to_target(points, runs)
+    worst = runs.reindex(columns=[*RUN, WORST]).groupby(["method", "setting"])[WORST].mean().groupby("method").mean()
+    equal, (multiples, reached) = equal_bytes(points), bytes_to_target(points, runs, score)
     rows = []
     for method, by_setting in figures.items():
         median, number, config = medians.loc[method], len(by_method.groups[method]), by_method["config"].first()[method]
         settings = sum(figure.n > 0 for figure in by_setting.values())
-        gaps, ratios = equal[method].dropna(), multiples[method].dropna()
+        gaps, ratios = equal[method].dropna(), multiples.xs(method, level="method").dropna()
         notes = [f" in {counted(len(c), 'setting')}" if len(c) < settings else "" for c in (gaps, ratios)]
         lost = sum(len(figure.failed) for figure in by_setting.values())
         distance = exactness(config["federate.method"], config)
-        multiple = f"{ratios.median():.2g}×{notes[1]}, " if len(ratios) else ""
+        multiple = "{:.2g}×, {:.2g}×".format(*ratios.median()) + f"{notes[1]}, " if len(ratios) else ""
         ends = sent.loc[method].agg(["min", "max"])
         dagger = " †" * any(figure.at_end for figure in by_setting.values())
         rows.append(
             {
                 "method": f"`{method}`",
-                "accuracy": interval_text(mean(by_setting), ".1f", 100),
-                f"points against `{BASE}`, equal rounds": _points(method, by_setting, figures[BASE]) + dagger,
-                "equal bytes": signed(100 * gaps.mean()) + notes[0] if len(gaps) else "–",
+                score.name: score.text(mean(by_setting)),
+                f"{score.difference} against `{BASE}`, equal rounds": _gap(method, by_setting, figures[BASE], score)
+                + dagger,
+                "equal bytes": score.text(Estimate(gaps.mean(), None), "+") + notes[0] if len(gaps) else "–",
+                "worst tenth of clients": _rounded(100 * worst[method], 3),
                 "settings, runs": f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
                 "kB up, down": ", ".join(_span(*ends[direction]) for direction in MEASURED[:2]),
-                "bytes to a common accuracy": f"{multiple}reached by {reached[method]} of {number}",
+                f"bytes up, down to a common {score.name}": f"{multiple}reached by {reached[method]} of {number}",
                 "client, s": _rounded(median["client"]),
                 "server, ms": _rounded(median["aggregation"] * 1e3),
                 "memory, GB": _rounded(median["memory"] / 1e9),
@@ -138,15 +174,15 @@ def parts(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, 
     groups = {name: {*part["setting"]} for by in ("task", "clients") for name, part in runs.groupby(by, sort=False)}
 
     def of(method: str, group: set[str]) -> str:
-        return _points(method, {s: f for s, f in figures[method].items() if s in group}, figures[BASE])
+        return _gap(method, {s: f for s, f in figures[method].items() if s in group}, figures[BASE], ACCURACY)
 
     return [{"method": f"`{m}`", **{name: of(m, group) for name, group in groups.items()}} for m in figures]
 
 
-def _points(method: str, figures: Figures, base: Figures) -> str:
-    """The points of a method against the base, with their 95 % interval; ``–`` without a setting of both."""
+def _gap(method: str, figures: Figures, base: Figures, score: Score) -> str:
+    """The difference of a method to the base, with its 95 % interval; ``–`` without a setting of both."""
     ahead = gap(figures, base)
-    return "0" if method == BASE else "–" if math.isnan(ahead.centre) else interval_text(ahead, "+.1f", 100)
+    return "0" if method == BASE else "–" if math.isnan(ahead.centre) else score.text(ahead, "+")
 
 
 def mean(figures: Figures) -> Estimate:
@@ -156,7 +192,7 @@ def mean(figures: Figures) -> Estimate:
 
 
 def gap(figures: Figures, base: Figures) -> Estimate:
-    """The accuracy above that of the base, the mean over the settings in which both have a seed; NaN without one.
+    """The score less that of the base, the mean over the settings in which both have a seed; NaN without one.
 
     A seed gives all methods the same split and the same clients, so a setting has a difference for each seed that both
     have. Seeds of different settings have nothing in common.
@@ -175,37 +211,42 @@ def gap(figures: Figures, base: Figures) -> Estimate:
     return estimate([(1 / count, figure) for figure in differences]) if count else Estimate(math.nan, None)
 
 
-def curves(runs: pd.DataFrame) -> pd.DataFrame:
-    """Each evaluation of each run: all bytes ``sent`` until then, with the head, and ``val_acc``."""
+def curves(runs: pd.DataFrame, score: Score = ACCURACY) -> pd.DataFrame:
+    """Each evaluation of each run: the bytes until then with the head, ``uplink``, ``downlink`` and both ``sent``, and
+    the ``score`` on validation data.
+    """
     rows = runs[[*RUN, "points"]].explode("points", ignore_index=True)
     frame = rows[RUN].join(pd.DataFrame([*rows["points"]]))
-    return frame.assign(sent=frame["uplink"] + frame["downlink"])
+    return frame.assign(sent=frame["uplink"] + frame["downlink"], score=frame[f"val_{score.metric}"])
 
 
 def equal_bytes(points: pd.DataFrame) -> pd.DataFrame:
-    """By setting and method the accuracy on validation data above that of the base when both have sent half of what the
+    """By setting and method the score on validation data less that of the base when both have sent half of what the
     base sends, interpolated between two evaluations; NaN where a run had not been evaluated by then, or had ended.
     """
     curve, ends = points.groupby(RUN), points.groupby(RUN)["sent"].last()
     budgets = ends.xs(BASE, level="method").groupby("setting").mean() / 2
     outside = {"left": math.nan, "right": math.nan}
-    at_budget = {run: np.interp(budgets[run[0]], c["sent"], c["val_acc"], **outside) for run, c in curve}
+    at_budget = {run: np.interp(budgets[run[0]], c["sent"], c["score"], **outside) for run, c in curve}
     by_setting = pd.Series(at_budget).rename_axis(RUN).groupby(RUN[:2])
-    accuracies = by_setting.agg(lambda seeds: seeds.mean(skipna=False)).unstack("method")
-    return accuracies.sub(accuracies[BASE], axis=0)
+    scores = by_setting.agg(lambda seeds: seeds.mean(skipna=False)).unstack("method")
+    return scores.sub(scores[BASE], axis=0)
 
 
-def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
-    """By setting and method all bytes until ``TARGET`` of the base's accuracy on validation data, as a multiple of the
-    base's: of the median seed, NaN where it does not reach it; and by method the number of runs that do.
+def bytes_to_target(
+    points: pd.DataFrame, runs: pd.DataFrame, score: Score = ACCURACY
+) -> tuple[pd.DataFrame, pd.Series]:
+    """By setting and method the bytes up and down until the score on validation data is as ``NEAR`` to the base's last,
+    as multiples of the base's: of the median seed, NaN where it does not come so near; and by method the number of runs
+    that do.
     """
-    last = runs[runs["method"] == BASE].groupby("setting")["val_acc"].mean()
-    reached = points["val_acc"] >= points["setting"].map(TARGET * last)
-    first = points[reached].groupby(RUN)["sent"].first()
-    index = points.groupby(RUN).size().index
-    first = first.reindex(index)
-    medians = first.fillna(math.inf).groupby(RUN[:2]).median().replace(math.inf, math.nan).unstack("method")
-    return medians.div(medians[BASE], axis=0), first.groupby("method").count()
+    last = runs[runs["method"] == BASE].groupby("setting")[f"val_{score.metric}"].mean()
+    targets = points["setting"].map((1 - score.sign * NEAR) * last)
+    first = points[score.sign * (points["score"] - targets) >= 0].groupby(RUN)[["uplink", "downlink"]].first()
+    first = first.reindex(points.groupby(RUN).size().index)
+    medians = first.fillna(math.inf).groupby(RUN[:2]).median().replace(math.inf, math.nan)
+    base = medians.xs(BASE, level="method").reindex(medians.index.get_level_values("setting")).to_numpy()
+    return medians / base, first["uplink"].groupby("method").count()
 
 
 def _rounded(value: float, digits: int = 2) -> str:

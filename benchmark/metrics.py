@@ -18,7 +18,7 @@ _BY_ROUND = rf"((val|test)_({'|'.join(METRICS)})|client_test_(acc|loss)(_mean|_s
 #: of each evaluated round, of the run as a whole, and until a target is reached
 _FORMS = (
     re.compile(_BY_ROUND),
-    re.compile("(val|test|client_test)_acc_last5|unseen_test_(acc|loss)|best_round"),
+    re.compile("(val|test|client_test)_acc_last5|unseen_test_(acc|loss)|test_acc_worst_decile|best_round"),
     re.compile(rf"(bytes|rounds)_to:{_BY_ROUND}:[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"),
 )
 #: endings of metrics of scorers that are better when smaller
@@ -80,6 +80,7 @@ def title_of(metric: str, language: bool = False) -> str:
         "test_loss": "test loss",
         "val_acc": "validation accuracy, %",
         "client_test_acc": "accuracy of the clients' models on their test shares, %",
+        "test_acc_worst_decile": "test accuracy of the worst tenth of the clients, %",
         "test_acc_last5": "test accuracy, mean of the last five evaluations, %",
         "uplink": "sent up, per client and round",
         "downlink": "sent down, per client and round",

@@ -14,7 +14,7 @@ from ..data import Examples, ImageExamples
 from ..errors import UserError, nearest, say_once
 from ..methods import State
 from ..settings.metrics import chief, larger_is_better, measured, metric_name
-from ..training.evaluate import BatchScore, batch_scores, mean_scores
+from ..training.evaluate import BatchScore, batch_scores, mean_scores, worst_tenth
 from ..training.metrics import of_outputs
 from ..training.schedule import evaluation_due
 from .workspace import Workspace
@@ -155,13 +155,12 @@ class Evaluator:
         """
         main = chief(next(iter(scores.values())))
         values = np.sort([s[main] for s in scores.values()])
-        worst = values if larger_is_better(main) else values[::-1]
         return {
             "clients": {client: scores[client] for client in sorted(scores)},
             **{m: average(scores, m) for m in ("acc", "loss") if m in next(iter(scores.values()))},
             f"{main}_mean": float(values.mean()),
             f"{main}_std": float(values.std()),
-            f"{main}_worst_decile": float(worst[: max(len(worst) // 10, 1)].mean()),
+            f"{main}_worst_decile": worst_tenth(values, larger_is_better(main)),
         }
 
     def key_value(self, record: Mapping[str, Any]) -> float | None:

@@ -50,6 +50,16 @@ def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> di
     return {"loss": loss / count, **({"acc": correct / count} if accurate else {}), **extra}
 
 
+def worst_tenth(values: Iterable[float], larger: bool) -> float:
+    """The mean of the worst tenth of ``values``, of one at least.
+
+    Args:
+        larger: whether larger values are better.
+    """
+    ordered = sorted(values, reverse=not larger)
+    return float(np.mean(ordered[: max(len(ordered) // 10, 1)]))
+
+
 @torch.no_grad()
 def batch_scores(
     model: nn.Module,

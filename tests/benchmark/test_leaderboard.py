@@ -11,7 +11,18 @@ from scipy.stats import t
 
 from benchmark.cli import main
 from benchmark.intervals import Figure
-from benchmark.leaderboard import MEASURED, _run_columns, bytes_to_target, curves, equal_bytes, exactness, gap, table
+from benchmark.leaderboard import (
+    LOSS,
+    MEASURED,
+    WORST,
+    _run_columns,
+    bytes_to_target,
+    curves,
+    equal_bytes,
+    exactness,
+    gap,
+    table,
+)
 from benchmark.suite import load_suite
 from fs_lowrank import list_methods
 
@@ -60,6 +71,7 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
     of = {row[0]: dict(zip(rows[0], row)) for row in rows[2:4]}
     assert of.keys() == {"`fedlora`", "`ffa_lora`"}
     assert of["`fedlora`"]["points against `fedlora`, equal rounds"] == "0"
+    assert float(of["`fedlora`"]["worst tenth of clients"]) <= float(of["`fedlora`"]["accuracy"].split()[0])
     up = {method: float(row["kB up, down"].split(",")[0]) for method, row in of.items()}
     assert up["`ffa_lora`"] == pytest.approx(up["`fedlora`"] / 2, rel=0.05)
     assert of["`ffa_lora`"]["off the mean of the products"] == "exact" and of["`fedlora`"]["settings, runs"] == "2, 4"
@@ -107,10 +119,10 @@ def test_the_rows_of_one_test_set_have_a_part_in_the_interval():
     assert gap({"x": whole["a"]}, {"x": other}).error == pytest.approx(without.error)
 
 
-def run_of(setting, method, *points):
-    """A run that has sent so many bytes in each direction, and one more of the head, and had these scores."""
-    evaluated = [{**dict.fromkeys(("uplink", "downlink"), half + 1), "val_acc": acc} for half, acc in points]
-    return {"setting": setting, "method": method, "seed": 0, "points": evaluated, "val_acc": points[-1][1]}
+def run_of(setting, method, *points, score="val_acc"):
+    """A run that has sent so many bytes up, twice as many down, and one more of the head, and had these scores."""
+    evaluated = [{"uplink": up + 1, "downlink": 2 * up + 1, score: value} for up, value in points]
+    return {"setting": setting, "method": method, "seed": 0, "points": evaluated, score: points[-1][1]}
 
 
 def test_bytes_are_with_the_head_and_settings_without_a_score_are_counted():
@@ -118,9 +130,10 @@ def test_bytes_are_with_the_head_and_settings_without_a_score_are_counted():
     runs += [run_of("a", "flora", (5, 0.6), (10, 0.8)), run_of("b", "flora", (15, 0.8), (20, 0.9))]
     runs = pd.DataFrame(runs)
     quotients, reached = bytes_to_target(curves(runs), runs)
-    after_21 = 0.6 + 0.2 * 9 / 10 - (0.5 + 0.3 * 3 / 24)  # half of LoRA's 42
-    assert equal_bytes(curves(runs))["flora"].dropna().to_dict() == {"a": pytest.approx(after_21)}  # b came later
-    assert quotients["flora"].to_dict() == {"a": 22 / 42, "b": 32 / 42} and reached["flora"] == 2
+    after_31 = 0.6 + 0.2 * 14 / 15 - (0.5 + 0.3 * 5 / 36)  # half of LoRA's 62
+    assert equal_bytes(curves(runs))["flora"].dropna().to_dict() == {"a": pytest.approx(after_31)}  # b came later
+    assert [*quotients.loc["a", "flora"]] == [11 / 21, 21 / 41] and [*quotients.loc["b", "flora"]] == [16 / 21, 31 / 41]
+    assert reached["flora"] == 2
     short = pd.DataFrame([run_of("a", "fedlora", (8, 0.5), (20, 0.8)), run_of("a", "ravan", (2, 0.4), (6, 0.6))])
     assert equal_bytes(curves(short))["ravan"].isna().all()  # it never sends as much
 
@@ -130,8 +143,16 @@ def test_a_common_accuracy_is_that_of_the_median_seed():
     runs += [{**run_of("a", "flora", (9, acc)), "seed": seed} for seed, acc in enumerate((0.9, 0.9, 0.1))]
     runs += [{**run_of("a", "ravan", (9, acc)), "seed": seed} for seed, acc in enumerate((0.9, 0.1, 0.1))]
     quotients, reached = bytes_to_target(curves(pd.DataFrame(runs)), pd.DataFrame(runs))
-    assert quotients.loc["a", "flora"] == 20 / 42 and math.isnan(quotients.loc["a", "ravan"])
+    assert quotients.loc[("a", "flora"), "uplink"] == 10 / 21 and quotients.loc["a", "ravan"].isna().all()
     assert (reached["flora"], reached["ravan"]) == (2, 1)
+
+
+def test_a_loss_is_near_the_bases_from_above():
+    runs = [run_of("a", "fedlora", (8, 2.0), (20, 1.0), score="val_loss")]
+    runs += [run_of("a", "flora", (10, 1.01), score="val_loss"), run_of("a", "ravan", (10, 1.03), score="val_loss")]
+    runs = pd.DataFrame(runs)
+    quotients, reached = bytes_to_target(curves(runs, LOSS), runs, LOSS)
+    assert quotients.loc[("a", "flora"), "uplink"] == 11 / 21 and (reached["flora"], reached["ravan"]) == (1, 0)
 
 
 def test_a_clients_seconds_are_those_after_the_second_evaluation():
@@ -144,7 +165,10 @@ def test_a_run_without_a_metric_is_in_no_median(monkeypatch):
     monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, keys: 0.0)
     run = {**run_of("a", "fedlora", (10, 0.5), (20, 0.8)), **dict.fromkeys(MEASURED), "uplink_without_head": 2e3}
     runs = [{**run, "config": {"federate.method": "fedlora"}, "memory": of} for of in (3e11, 5e11, None)]
+    assert table({"fedlora": {"a": Figure({0: 0.5})}}, pd.DataFrame(runs))[0]["worst tenth of clients"] == "–"
+    runs = [{**run, WORST: worst} for run, worst in zip(runs, (0.2, 0.25, None))]
     (row,) = table({"fedlora": {"a": Figure({0: 0.5})}}, pd.DataFrame(runs))
+    assert row["worst tenth of clients"] == "22.5"
     assert (row["memory, GB"], row["server, ms"], row["kB up, down"]) == ("400", "–", "2, –")
 
 

@@ -787,6 +787,18 @@ def test_the_test_set_is_scored_alike_with_stored_states(settings, tmp_path, no_
         assert cached.final["test_acc"] == plain.final["test_acc"] and cached.facts["right"] == plain.facts["right"]
 
 
+def test_the_worst_tenth_is_of_clients_on_their_own_shares(settings, tmp_path, no_curves):
+    class OnShares(fs_lowrank.Callback):
+        def on_end(self, run, result):
+            shares = [examples for _, examples in run.workspace.tested()]
+            result.facts["acc"] = [run.evaluator.score(share, f"share {i}")["acc"] for i, share in enumerate(shares)]
+
+    config = fs_lowrank.load_config(settings, {"outdir": str(tmp_path / "run"), "federate.client_num": 20})
+    result = fs_lowrank.run(config, callbacks=[FinalTest(), OnShares()], progress=False)
+    worst = sorted(result.facts["acc"])[: len(result.facts["acc"]) // 10]
+    assert result.final["test_acc_worst_decile"] == pytest.approx(sum(worst) / len(worst)) and len(worst) == 2
+
+
 def test_a_share_of_no_rows_is_no_test_set(settings, tmp_path, no_curves):
     with pytest.raises(UserError, match="there is no test set; give the last one a share"):
         final_test(settings, tmp_path / "run", **{"data.splits": [0.8, 0.199, 0.001]})
