@@ -204,6 +204,8 @@ class Method(ABC):
     def expected(self, state: State, round: int, client: int, exchange: str = TRAIN) -> dict[str, Tensor]:
         """Names, shapes and dtypes of what ``client`` must send, as tensors whose values have no meaning.
 
+        Where ``requires`` says ``own_ranks``, a pair may come at a smaller rank.
+
         Args:
             exchange: given where it is not ``train``.
         """

@@ -4,8 +4,8 @@ Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
 
     a client gets the first r_k rows of A and columns of B, and adds to its loss
         λ Σ_layers ‖B_k[:, q:]‖ ‖A_k[q:, :]‖ ,   q = ⌊γ r_k⌋
+    r_k ← q, and it sends no more than that, where the sum is smaller than at the start of the round
     B ← Σ_k w_k [B_k, 0],   A ← Σ_k w_k [A_k; 0],   w_k = s_k ‖B_k A_k‖_F / Σ_j s_j ‖B_j A_j‖_F  of the layer
-    r_k ← q, where the sum above is smaller than at the start of the round
 
 Inexact, as FedLoRA. The halves are weighted by the size of a client's change instead of its number of samples, so
 that a client of a small rank, whose change is often smaller, does not water down the components that it lacks.
@@ -14,8 +14,7 @@ Rows of A that no client of the round holds stay: their columns of B become zero
 A client's weight grows with its update: set ``lowrank.max_update_norm`` if clients are not trusted.
 
 The paper leaves some choices open. Here a client has one rank for all layers, and each layer has its own weights. The
-server decides whether a client's rank shrinks, from the pairs before and after training, so the client sends its last
-components once more than if it decided alone. The authors' code is not public.
+authors' code is not public.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from ..models.names import named_tensors, pairs
 from ..settings import key
 from .ranks import RankedMethod, RankedParams
 from .registry import register_method
-from .terms import Phase, Tensors
+from .terms import Phase, RefusedUpdate, Tensors
 
 
 def _padded(tensor: Tensor, template: Tensor) -> Tensor:
@@ -41,8 +40,8 @@ def _padded(tensor: Tensor, template: Tensor) -> Tensor:
 @register_method("hetlora")
 class HetLoRA(RankedMethod):
     source = "Cho et al., EMNLP 2024"
-    sends = "A and B, at the client's rank of the round"
-    revision = 2
+    sends = "A and B, at the rank that the client shrinks to in the round"
+    revision = 3
 
     @dataclass(frozen=True)
     class Params(RankedParams):
@@ -54,7 +53,11 @@ class HetLoRA(RankedMethod):
     @classmethod
     def requires(cls, params):
         idle = {"lowrank.tail_penalty": "lowrank.prune = 1 leaves every rank as it is"} if params.prune == 1 else {}
-        return replace(super().requires(params), idle=idle)
+        return replace(super().requires(params), idle=idle, own_ranks=True, own_upload=False)
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        self.shrinking: set[int] = set()  # the clients of this process that send fewer components in this round
 
     def pruned_rank(self, rank):
         return max(1, int(self.params.prune * rank))
@@ -68,9 +71,36 @@ class HetLoRA(RankedMethod):
         return norms
 
     def phases(self, round, client=None):
-        weight = self.params.tail_penalty if self.params.prune < 1 else 0.0
-        penalty = (lambda model: weight * self.tail(named_tensors(model, ("adapter",)))) if weight else None
-        return [Phase(train=self.shared, penalty=penalty)]
+        if self.params.prune == 1:
+            return super().phases(round, client)
+        start: list[Tensor] = []
+
+        def penalty(model):
+            tail = self.tail(named_tensors(model, ("adapter",)))
+            if not start:
+                start.append(tail.detach())
+            return self.params.tail_penalty * tail
+
+        def ended(model, steps, lr):
+            if self.tail(named_tensors(model, ("adapter",))) < start[0]:
+                self.shrinking.add(client)
+
+        return [Phase(train=self.shared, penalty=penalty, ended=ended)]
+
+    def upload(self, model, round, client):
+        sent = super().upload(model, round, client)
+        if client.id in self.shrinking:
+            self.shrinking.remove(client.id)
+            for b, a in pairs(sent):
+                q = self.pruned_rank(len(sent[a]))
+                sent |= {b: sent[b][:, :q], a: sent[a][:q]}
+        return sent
+
+    def check(self, update):
+        super().check(update)
+        ranks = {len(update.tensors[a]) for _, a in pairs(update.tensors)}
+        if len(ranks) > 1:
+            raise RefusedUpdate(f"client {update.client}: its pairs have the ranks {sorted(ranks)}, expected one rank")
 
     def rank_now(self, client, state):
         return state.get(f"x:rank:{client}", self.rank(client))
@@ -90,13 +120,5 @@ class HetLoRA(RankedMethod):
             new |= weighted_mean(padded, weights)
             held = max(len(down) for _, down in halves)
             new[a][held:] = state[a][held:]
-        return {**state, **new, **self.shrunk(updates, state)}, new
-
-    def shrunk(self, updates, state) -> dict[str, int]:
-        """The ranks of clients whose last components have not grown in the round."""
-        ranks = {}
-        for update in updates:
-            rank = self.rank_now(update.client, state)
-            if self.pruned_rank(rank) < rank and self.tail(update.tensors) < self.tail(self.view(state, update.client)):
-                ranks[f"x:rank:{update.client}"] = self.pruned_rank(rank)
-        return ranks
+        sent = {u.client: len(u.tensors[a]) for u in updates for _, a in pairs(state)}
+        return {**state, **new, **{f"x:rank:{c}": r for c, r in sent.items() if r < self.rank_now(c, state)}}, new

@@ -54,6 +54,7 @@ class Requires:
         layers: of ``llm.adapter.args`` only the choice of layers is used, because the method adds no adapter to them.
         ranks: of the clients' adapters, if hyperparameters give them; an ``r`` of ``llm.adapter.args`` that is
             no larger has no effect beside them.
+        own_ranks: a client may send its pairs at a smaller rank than that of ``Method.expected``, an upper bound then.
         own_upload: ``upload`` is the method's own, and may go through a client's data in batches.
         own_robust_mean: ``robust_mean`` is the method's own, and may weight what it adds to the mean.
         idle: keys without effect beside these hyperparameters, such as ``lowrank.tau``, and why; each that is not at
@@ -72,6 +73,7 @@ class Requires:
     alone: bool = False
     layers: bool = False
     ranks: tuple[int, ...] = ()
+    own_ranks: bool = False
     own_upload: bool = False
     own_robust_mean: bool = False
     idle: Mapping[str, str] = field(default_factory=dict, hash=False)

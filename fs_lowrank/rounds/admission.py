@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..algebra import FlatTensors, change_norm
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
+from ..models.names import pairs
 from ..settings.origin import show
 
 #: default for the largest training set that an update may declare
@@ -116,6 +117,16 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             if bad:
                 raise RefusedUpdate(f"{sender}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     return dataclasses.replace(update, tensors=copy)
+
+
+def at_own_ranks(tensors: Mapping[str, Tensor], sent: Any) -> dict[str, Tensor]:
+    """``tensors`` with each LoRA pair cut to the rank at which a client has ``sent`` it, where that is smaller."""
+    cut = dict(tensors)
+    for b, a in pairs(tensors):
+        down = sent.get(a) if isinstance(sent, Mapping) else None
+        if isinstance(down, Tensor) and down.ndim and len(down):
+            cut |= {b: tensors[b][:, : len(down)], a: tensors[a][: len(down)]}
+    return cut
 
 
 def copies(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..algebra import on_device
 from ..errors import described
 from ..methods import RefusedUpdate, State, Update
-from .admission import Spent, check_loss, spent_by
+from .admission import Spent, at_own_ranks, check_loss, spent_by
 from .codec import Codec, Sizes
 from .finite import BadRound, WrongStep, require_finite, require_valid
 from .intake import Intake, TooFewClients
@@ -272,6 +272,8 @@ class Round:
             seen = self.intake.sees_values
             expected, check = (task.expected, self.method.check) if seen else (self.intake.expects(task.expected), None)
             tensors = self.codec.decode(parcel.tensors, expected)
+            if self.method.needs.own_ranks:
+                expected = at_own_ranks(expected, tensors)
             sizes = self.codec.sizes(expected, heads)
             device = next((t.device for t in expected.values()), torch.device("cpu"))
             if device.type not in ("cpu", "meta") and isinstance(tensors, Mapping):
@@ -279,13 +281,14 @@ class Round:
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
             loss = check_loss(client, facts.get("loss")) if task.trains else 0.0
+            view = at_own_ranks(task.view, update.tensors) if self.method.needs.own_ranks else task.view
             if self.admission.max_norm or self.admission.norm_factor:
-                self.norms[client] = self.admission.norm(update, task.view)
+                self.norms[client] = self.admission.norm(update, view)
         except (RefusedUpdate, ValueError) as error:
             self.fail(client, "refused", _naming(client, str(error)))
             return False
         before = self.uplink.get(client, (0, 0))
-        self.drift[client] = {**self.drift.get(client, {}), **changes(update.tensors, task.view, heads)}
+        self.drift[client] = {**self.drift.get(client, {}), **changes(update.tensors, view, heads)}
         self.intake.add(update)
         self.uplink[client] = before[0] + sizes[0] * self.intake.copies, before[1] + sizes[1] * self.intake.copies
         self.samples[client] = update.num_samples

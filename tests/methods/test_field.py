@@ -229,26 +229,62 @@ def test_hetlora_refuses_a_start_of_which_a_client_that_shrinks_would_lack_a_par
     toy.method("hetlora", adapter=adapter, prune=1.0)
 
 
+def adapter_of(model):
+    return named_tensors(model, ("adapter",))
+
+
+def test_hetlora_adds_the_norm_of_the_last_components_to_the_loss(toy, federation):
+    fed = federation(toy.method("hetlora", ranks=(4, 3, 2), prune=0.5, tail_penalty=0.1), SIZES)
+    fed.round(1)
+    for client, q in ((1, 2), (2, 1), (3, 1)):
+        (phase,) = fed.method.phases(2, client)
+        halves = [toy.pair(adapter_of(fed.copies[client]), layer) for layer in toy.layers]
+        tail = sum(np.linalg.norm(b[:, q:]) * np.linalg.norm(a[q:]) for b, a in halves)
+        assert phase.penalty(fed.copies[client]).item() == pytest.approx(0.1 * tail, rel=1e-5)
+
+
 def test_hetloras_clients_shrink_where_their_last_components_do(toy, federation):
     fed = federation(toy.method("hetlora", ranks=(4, 3, 2), prune=0.5), SIZES)
-    assert fed.method.pruned_rank(4) == 2 and fed.method.pruned_rank(1) == 1
-    fed.round(1)
-    assert not [n for n in fed.ledger.state if n.startswith("x:rank")], "B was zero: all have grown"
+    jump = fed.jump
 
     def shrink(client, round):  # the last components of client 1 shrink, those of the others grow
-        tensors = named_tensors(fed.copies[client], ("adapter",))
+        tensors = adapter_of(fed.copies[client])
         for b, a in pairs(tensors):
             for tail in (tensors[b].data[:, 2:], tensors[a].data[2:]):
                 tail.mul_(0.5 if client == 1 else 2.0)
 
-    fed.jump = shrink
-    message = fed.round(2)
+    def in_a_phase(change):
+        def train(client, round):
+            (phase,) = fed.method.phases(round, client)
+            phase.penalty(fed.copies[client])
+            change(client, round)
+            phase.ended(fed.copies[client], 1, 0.1)
+
+        return train
+
+    fed.jump = in_a_phase(jump)
+    fed.round(1)
+    assert not [n for n in fed.ledger.state if n.startswith("x:rank")], "B was zero: all have grown"
+    fed.jump = in_a_phase(shrink)
+    fed.play(2)
+    trained = {k: {layer: toy.pair(adapter_of(fed.copies[k]), layer) for layer in toy.layers} for k in (1, 2, 3)}
+    assert fed.current.uplink[1] == fed.current.uplink[3], "client 1 sends no more than client 3, of rank 2"
+    message = fed.finish(2)
     state = fed.ledger.state
+    for layer in toy.layers:  # of client 1, the first two components count, in the scale that it has trained them in
+        sent = [(4, trained[1][layer], 2), (3, trained[2][layer], 3), (2, trained[3][layer], 2)]
+        norms = np.array([toy.alpha / scale * np.linalg.norm(b[:, :r] @ a[:r]) for scale, (b, a), r in sent])
+        padded = np.zeros_like(toy.pair(state, layer)[0])
+        for weight, (scale, (b, _), r) in zip(norms / norms.sum(), sent):
+            padded[:, :r] += weight * 4 / scale * b[:, :r]
+        close(toy.pair(state, layer)[0], padded)
+    fed.method.apply(fed.model, message, 2)
     assert {n: v for n, v in state.items() if n.startswith("x:rank")} == {"x:rank:1": 2}
     assert not [n for n in message if n.startswith("x:")], "ranks are not sent"
     of_a = [n for n in state if "lora_A" in n]
     assert {len(fed.method.expected(state, 3, 1)[n]) for n in of_a} == {2}
     assert {len(fed.method.tailor(message, 1, state)[n]) for n in of_a} == {2}
+    fed.jump = jump
     fed.round(3)
     assert {len(u.tensors[of_a[0]]) for u in fed.received} == {2, 3}
     for layer in toy.layers:  # the function that a client of a smaller rank gets is the server's, cut

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.methods import Update, create_method
+from fs_lowrank.methods import RefusedUpdate, Update, create_method
 from fs_lowrank.rounds.codec import Uniform
 from fs_lowrank.rounds.finite import BadRound
 from fs_lowrank.rounds.intake import RunningMean, TooFewClients
@@ -119,6 +119,41 @@ def test_a_refusal_is_a_failure_of_one_client(change, reason):
     assert current.ledger.undone == {1: 2, 2: 1}, "the earlier round stays until the client has been told"
     deliver(Round(3, current.ledger, (1, 2)), 2)
     assert current.ledger.undone == {1: 2}, "it has been told"
+
+
+def answer(method, a, b):
+    current = Round(1, ledger(method), (1,))
+    deliver(current, 1)
+    return current, current.take(1, sent(current, 1, **{A: a, B: b}))
+
+
+def test_a_client_may_send_a_pair_at_a_smaller_rank_where_the_method_says_so():
+    a, b = torch.ones(1, 7), torch.ones(5, 1)
+    current, admitted = answer("hetlora", a, b)
+    assert admitted and current.uplink[1] == (4 * (7 + 5 + 15), 4 * (7 + 5))
+    down = current.ledger.state[A][:1]
+    assert current.drift[1]["lora_A"] == pytest.approx(float((a - down).norm())) and current.drift[1]["lora_B"] > 0
+    current, admitted = answer("flora", a, b)
+    assert not admitted and "has shape (1, 7), expected (2, 7)" in current.failed[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "a, b", [((1, 7), (5, 2)), ((2, 7), (5, 1)), ((3, 7), (5, 3)), ((1, 6), (5, 1)), ((0, 7), (5, 0))]
+)
+def test_halves_of_a_smaller_rank_fit_together(a, b):
+    current, admitted = answer("hetlora", torch.ones(a), torch.ones(b))
+    assert not admitted and "has shape" in current.failed[0]["reason"]
+
+
+def test_no_scalar_is_a_half_of_a_pair():
+    current, admitted = answer("hetlora", torch.tensor(1.0), torch.ones(5, 1))
+    assert not admitted and f"{A} has shape (), expected (2, 7)" in current.failed[0]["reason"]
+
+
+def test_a_client_of_hetlora_has_one_rank():
+    halves = {A: torch.ones(2, 7), B: torch.ones(5, 2), A.replace("m.", "n."): torch.ones(1, 7)}
+    with pytest.raises(RefusedUpdate, match="client 3: its pairs have the ranks \\[1, 2\\], expected one rank"):
+        ledger("hetlora").method.check(Update(3, 1, halves))
 
 
 def test_a_round_with_too_few_updates_changes_nothing():
