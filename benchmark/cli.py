@@ -158,6 +158,11 @@ def _run(args: argparse.Namespace) -> int:
     if board.interrupted:
         say("interrupted; the same command continues")
         return shell.INTERRUPTED
+    if board.finished:
+        from .report import write_boards
+
+        for path in write_boards(_options(args, args.suites)):
+            say(str(path))
     if board.finished or board.skipped:
         say(f"next: {hint('benchmark', 'report', *args.suites, *changed_options(args))}")
     if board.failed:

@@ -89,7 +89,8 @@ def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> 
     """The methods named by ``--methods``, which need not be in the suite; by default those of the suite."""
     by_label = {e.label: e for e in experiment.methods}
     if options.methods:
-        return [by_label.get(name, MethodEntry(name, name, extra=True)) for name in options.methods]
+        named = {name: by_label.get(name, MethodEntry(name, name, extra=True)) for name in options.methods}
+        return [entry for name, entry in named.items() if name in by_label or not experiment.fixed_methods]
     return [e for e in experiment.methods if extra or not e.extra]
 
 

@@ -121,6 +121,17 @@ def write_report(options: Options) -> list[Path]:
     return [*(root / name for name in written), *board, *pages]
 
 
+def write_boards(options: Options) -> list[Path]:
+    """Write the leaderboard again if it is among the suites, with all methods that have results."""
+    pages: list[Path] = []
+    for suite in (load_suite(name, options.size) for name in options.suites):
+        if suite.name == LEADERBOARD:
+            whole = dataclasses.replace(options, suites=(suite.name,), methods=(), only=())
+            results = {e.name: find(suite, e, whole, options.store) for e in suite.experiments.values()}
+            pages += write_leaderboard(suite, results, Path(options.results))
+    return pages
+
+
 def _without_results(options: Options, names: Sequence[str]) -> UserError:
     flags = ["--results", options.results, *(["--data", options.data] if options.data else [])]
     run = hint("benchmark", "run", names[0], *flags)

@@ -22,7 +22,7 @@ class PlainKeys:
             approximate number in a run. test: ``once``, after the last round, ``rounds`` or ``none``.
         script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON;
             by_seed: metric -> path to its values by seed.
-        extra: runs only if ``--only`` names it.
+        extra: runs only if ``--only`` names it. fixed_methods: ``--methods`` selects among its own, and adds none.
     """
 
     title: str = ""
@@ -37,6 +37,7 @@ class PlainKeys:
     values: dict = key({})
     by_seed: dict = key({})
     extra: bool = False
+    fixed_methods: bool = False
 
 
 EXPERIMENT = {

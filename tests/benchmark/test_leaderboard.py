@@ -11,6 +11,7 @@ from scipy.stats import t
 
 from benchmark.cli import main
 from benchmark.intervals import Figure
+from benchmark.job import Options
 from benchmark.leaderboard import (
     LOSS,
     MEASURED,
@@ -23,6 +24,7 @@ from benchmark.leaderboard import (
     gap,
     table,
 )
+from benchmark.plan import jobs_of
 from benchmark.suite import load_suite
 from fs_lowrank import list_methods
 
@@ -40,7 +42,8 @@ SUITE = """
     grid: {federate.client_num: [2, 3]}
     experiments:
       main: {title: Two methods}
-      ranks: {title: Unequal ranks, methods: [flora], config: {lowrank: {ranks: [1, 2]}}}
+      ranks: {title: Unequal ranks, methods: [flora], config: {lowrank: {ranks: [1, 2]}},
+        fixed_methods: true}
 """
 
 
@@ -58,7 +61,14 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
     text = textwrap.dedent(SUITE).replace("MODEL", str(tiny_encoder)).replace("DATA", str(reviews_csv))
     (tmp_path / "leaderboard.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
+    assert main(["run", "leaderboard.yaml", "--methods", "ffa_lora,fedlora,rolora"]) == 0
+    page = tmp_path / "results" / "leaderboard.md"
+    assert "results/leaderboard.md" in capsys.readouterr().out and "| `rolora` |" in page.read_text()
+    for path in (tmp_path / "results" / "cells").iterdir():
+        if '"rolora"' in path.read_text():
+            path.unlink()
     assert main(["run", "leaderboard.yaml"]) == 0
+    page.unlink()
     assert main(["report", "leaderboard.yaml"]) == 0
     claims = tmp_path / "results" / "claims.csv"
     assert claims.exists()
@@ -172,15 +182,17 @@ def test_a_run_without_a_metric_is_in_no_median(monkeypatch):
     assert (row["memory, GB"], row["server, ms"], row["kB up, down"]) == ("400", "–", "2, –")
 
 
-#: they train all weights, or networks of their own
-NO_ADAPTER = {"dense", "fedavg", "fedfisher", "fedhm", "fedpara", "fisher_merge", "otfusion", "pfnm", "regmean"}
-#: they are scored by client
-PERSONAL = {"fedsa_lora", "pfedlora", "pfedloru", "pmfedloru"}
-#: clients hold nested pairs, which need ranks of their own
-NESTED = {"mfedloru"}
+#: they send all weights, or networks of their own
+NO_LOW_RANK = {"dense", "fedavg", "fedfisher", "fisher_merge", "otfusion", "pfedlora", "pfnm", "regmean"}
 
 
-def test_the_suite_has_every_method_that_fits():
+def test_the_suite_has_every_low_rank_method():
     suite = load_suite("leaderboard", "small")
     there = {entry.method for each in suite.experiments.values() for entry in each.methods}
-    assert there == set(list_methods()) - NO_ADAPTER - PERSONAL - NESTED
+    assert there == set(list_methods()) - NO_LOW_RANK
+
+
+def test_a_method_joins_the_experiments_that_do_not_configure_their_methods_one_by_one():
+    suite, options = load_suite("leaderboard", "small"), Options(suites=("leaderboard",), methods=("raflora",))
+    joined = {name for name, experiment in suite.experiments.items() if jobs_of(suite, experiment, options)}
+    assert joined == {name for name in suite.experiments if not name.endswith("_own")}
