@@ -102,7 +102,7 @@ class Loop:
             record = self._round(number)
             recorder.add(record)
             elsewhere = self.workspace.personal.untrained and not self.transport.shares_model
-            if elsewhere and not recorder.checkpoint_due(number):
+            if elsewhere and not recorder.checkpoints.due(number):
                 recorder.save(number)  # a client can undo its last training, and none before that
             if self.on_round(record):
                 break

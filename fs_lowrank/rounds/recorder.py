@@ -1,37 +1,36 @@
-"""A run: its records and checkpoints, the callbacks, and the summary at its end."""
+"""A run: its records, the callbacks, and the summary at its end."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock
 from torch import nn
 
-from ..errors import CannotContinue, DamagedFile, RunFailed, UserError, nearest, user_errors
+from ..errors import DamagedFile, RunFailed, UserError, nearest, user_errors
 from ..jobs.files import read_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
-from ..models.adapters import load_tensors
 from ..models.build import hub_name
 from ..models.names import tags
 from ..runs import checksums
-from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
+from ..runs.checkpoint import Checkpoint
 from ..runs.environment import versions, write_environment
 from ..runs.folder import check_outdir, claim
-from ..runs.records import Records, flat_metrics, read_records
+from ..runs.records import Records, flat_metrics
 from ..runs.result import RunResult
 from ..runs.split import write_split
 from ..runs.tables import client_lines, result_lines
 from ..versions import SCHEMA
-from .evaluator import CLIENTS, Evaluator, average
+from .checkpoints import Checkpoints
+from .evaluator import CLIENTS, Evaluator
+from .figures import best_figures, final_figures
 from .finite import BadRound
 from .intake import TooFewClients
-from .joining import begun_with, check_continued
 from .ledger import Ledger
 from .record import Failure, extremes
 from .workspace import Workspace
@@ -86,6 +85,7 @@ class Recorder:
 
     Attributes:
         config: the run's configuration. config_name: of its file in the folder.
+        checkpoints: of the run, in its folder.
         before: the metrics before round 1, if ``eval.before`` asks for them.
         ended: whether a callback has asked for the end.
         exits: is closed when the run has ended, also by an error.
@@ -105,6 +105,7 @@ class Recorder:
         self.workspace, self.evaluator, self.ledger = workspace, evaluator, ledger
         self.config, self.method = workspace.config, workspace.method
         self.outdir, self.callbacks = outdir, list(callbacks)
+        self.checkpoints = Checkpoints(workspace, ledger, outdir)
         self.before: dict[str, float] = {}
         self.ended = False
         self.exits = ExitStack()
@@ -147,7 +148,7 @@ class Recorder:
         )
         if scores:
             self._scored = self.history[-1], {str(client): values for client, values in scores.items()}
-        if self.checkpoint_due(record["round"]):
+        if self.checkpoints.due(record["round"]):
             self.save(record["round"])
 
     def stopped(self, round: int, error: TooFewClients | BadRound, failed: list[Failure]) -> RunFailed:
@@ -157,7 +158,7 @@ class Recorder:
             error: the cause; its ``remedy`` is the advice to the user.
             failed: the clients that failed, as in the record.
         """
-        if round > 1 and not self.checkpoint_due(round - 1):
+        if round > 1 and not self.checkpoints.due(round - 1):
             self.save(round - 1)
         outlook = (
             f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with resume=True, "
@@ -187,25 +188,11 @@ class Recorder:
             self.exits.callback(claim(self.outdir).release)
         check_outdir(self.config, resume)
         remove_unfinished(self.outdir)
-        records = self.outdir / "rounds.jsonl"
-        checkpoint = load_checkpoint(self.outdir / "checkpoint", self.workspace.device) if resume else None
-        if checkpoint:
-            self.restore(checkpoint)
-            written = checkpoint.meta.get("records")
-            self.history = read_records(records, checkpoint.round, written or ())
-            # A run from a checkpoint of the framework's (federate.restore_from) begins in a later round.
-            first = 1 if written is None else checkpoint.round - len(written) + 1
-            if [record["round"] for record in self.history] != list(range(first, checkpoint.round + 1)):
-                raise CannotContinue(
-                    f"{records} does not hold the rounds {first} to {checkpoint.round} once each; another program "
-                    "wrote into it, so the run cannot be continued; start it anew with overwrite=True, or in another "
-                    "outdir"
-                )
-            remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
+        checkpoint, self.history = self.checkpoints.restore() if resume else (None, [])
         self._call("on_start")
         checksums.unseal(self.outdir)
         (self.outdir / "summary.json").unlink(missing_ok=True)  # so that a run which stops again has not ended
-        self._records = Records(records, self.history)
+        self._records = Records(self.outdir / "rounds.jsonl", self.history)
         self.history = self._records.history
         self.config.dump(self.outdir / self.config_name)
         after = checkpoint.round if checkpoint else None
@@ -230,54 +217,13 @@ class Recorder:
         self.workspace.load_global(self.ledger.state)
         write_text(path, to_json({"schema": SCHEMA, **self.before}, indent=1))
 
-    def _unseen(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """The scores over the test shares of the clients that never took part, from the last evaluated record."""
-        took_part = {str(client) for r in self.history for client in r["clients"]}
-        scores = {c: values for c, values in record.get("client_scores", {}).items() if c not in took_part}
-        if not scores or not took_part:
-            return {}
-        if {str(client) for client, _ in self.workspace.tested()} - record["client_scores"].keys():
-            return {}
-        measured = next(iter(scores.values()))
-        return {f"unseen_test_{m}": average(scores, m) for m in ("acc", "loss") if m in measured}
-
-    def checkpoint_due(self, round: int) -> bool:
-        """Whether ``lowrank.checkpoint_freq`` asks for a checkpoint after ``round``."""
-        freq = self.config.lowrank.checkpoint_freq
-        return freq > 0 and (round % freq == 0 or round == self.config.federate.total_round_num)
-
     def save(self, round: int) -> None:
-        """Write the checkpoint of ``round``: state, changed base weights, personal tensors and messages.
+        """Write the checkpoint of ``round``, the last in the records.
 
         Raises:
             RunFailed: it cannot be written; earlier checkpoints are unchanged.
         """
-        parts, data = self.ledger.saved(round)
-        parts |= {
-            "base": self.workspace.changed_base(),
-            "personal": {f"{c}/{n}": t for c, tensors in self.workspace.personal.items() for n, t in tensors.items()},
-        }
-        save_checkpoint(
-            self.outdir / "checkpoint",
-            round,
-            {n: p for n, p in parts.items() if p},
-            {**data, "records": self._records.digests if self._records else [], **begun_with(self.workspace)},
-            keep=self.config.lowrank.keep_checkpoints,
-        )
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from ``checkpoint``, whose tensors are on the run's device.
-
-        Raises:
-            CannotContinue: it is of other data, another model, configuration, or revision of the method.
-        """
-        check_continued(checkpoint.meta, self.workspace, self.outdir)
-        self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta)
-        for key, tensor in checkpoint.parts.get("personal", {}).items():
-            client, name = key.split("/", 1)
-            self.workspace.personal.setdefault(int(client), {})[name] = tensor
-        load_tensors(self.workspace.model, checkpoint.parts.get("base", {}))
-        load_tensors(self.workspace.model, self.method.view(self.ledger.state))
+        self.checkpoints.save(round, self._records.digests if self._records else [])
 
     def result(self) -> RunResult:
         """The result as far as the model and the records are; without figures."""
@@ -306,28 +252,15 @@ class Recorder:
         if any(CLIENTS in r["metrics"] for r in history):
             result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
             result.facts["client_majority"] = self.workspace.data.client_majority
-        final = result.final
-        last: Mapping[str, Any] = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
-        final |= {**flat_metrics(last["metrics"]), **self._unseen(last)}
-        result.before = self.before
-        for metric in [f"{split}_acc" for split in last["metrics"] if "acc" in last["metrics"][split]]:
-            split = metric.removesuffix("_acc")
-            final[f"{metric}_last5"] = float(
-                np.mean([r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:])
-            )
-        values = {r["round"]: self.evaluator.key_value(r) for r in history if r["metrics"]}
-        ranked = {round: value for round, value in values.items() if value is not None}
-        if ranked:
-            final["best_round"] = min(ranked, key=ranked.__getitem__)
-        if record := self.evaluator.best(history):
-            result.best = {"round": record["round"], "by": self.evaluator.best_by, **flat_metrics(record["metrics"])}
+        result.final |= final_figures(history, self.evaluator)
+        result.before, result.best = self.before, best_figures(history, self.evaluator)
         self._call("on_end", result)
         write_tables(result_lines({self.method.name: result}), self.outdir / "summary.csv")
         if lines := client_lines({self.method.name: result}):
             write_tables(lines, self.outdir / "client_scores.csv")
         summary = {
             "schema": SCHEMA,
-            "final": final,
+            "final": result.final,
             **({"best": result.best} if result.best else {}),
             **({"before": result.before} if result.before else {}),
             "bytes": dict(result.bytes),

@@ -17,7 +17,7 @@ from fs_lowrank import RunFailed, UserError, cli
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.finished import load_run
 from fs_lowrank.models.names import named_tensors
-from fs_lowrank.rounds import recorder
+from fs_lowrank.rounds import checkpoints, recorder
 from fs_lowrank.runs import environment, records
 from fs_lowrank.runs.folder import CONTENTS, claim, remove_run
 from fs_lowrank.runs.result import sort_configs
@@ -134,7 +134,7 @@ def test_a_name_that_no_terminal_can_show(capfd):
 
 
 def test_a_record_is_on_the_disk_before_the_checkpoint_that_includes_its_round(config, monkeypatch):
-    order, append, save = [], records.append_line, recorder.save_checkpoint
+    order, append, save = [], records.append_line, checkpoints.save_checkpoint
 
     def appended(path, line):
         append(path, line)
@@ -145,7 +145,7 @@ def test_a_record_is_on_the_disk_before_the_checkpoint_that_includes_its_round(c
         return save(folder, round, *args, **options)
 
     monkeypatch.setattr(records, "append_line", appended)
-    monkeypatch.setattr(recorder, "save_checkpoint", saved)
+    monkeypatch.setattr(checkpoints, "save_checkpoint", saved)
     fs_lowrank.run(config)
     assert order == [("record", 1), ("checkpoint", 1), ("record", 2), ("checkpoint", 2)]
 
@@ -174,7 +174,7 @@ def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
     shutil.rmtree(folder / "round_000003")
     for newer in ("round_000003", "round_000004"):
         (folder / newer).mkdir()
-    recorder.remove_old(folder, 2, loaded=2)
+    checkpoints.remove_old(folder, 2, loaded=2)
     assert sorted(p.name for p in folder.iterdir()) == ["round_000002", "round_000003", "round_000004"]
 
 
