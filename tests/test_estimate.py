@@ -181,6 +181,21 @@ def test_a_time_has_what_the_device_still_computes(causal_settings, monkeypatch)
     assert min(found.scoring.values()) >= 0.2 and found.seconds >= 0.2
 
 
+def test_scoring_is_probed_with_the_states_that_the_run_stores(causal_settings, monkeypatch):
+    stored, score = [], estimate.batch_scores
+
+    def spy(*args, owner, prefix, **keys):
+        stored.append(bool(prefix and prefix.budget.get(owner)))
+        return score(*args, owner=owner, prefix=prefix, **keys)
+
+    monkeypatch.setattr(estimate, "batch_scores", spy)
+    estimate.estimate(load_config(causal_settings, {"train.cache_frozen": "all"}))
+    assert stored and all(stored)
+    stored.clear()
+    estimate.estimate(load_config(causal_settings, {"train.cache_frozen": "off"}))
+    assert stored and not any(stored)
+
+
 @pytest.mark.more
 def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     config = load_config(causal_settings)
