@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from ..errors import CannotContinue, UserError
 from ..models.adapters import load_tensors, module_of
+from ..models.heads import Heads
 from ..models.merging import check_products
 from ..models.names import all_tensors, entries, entries_of, named_tensors, pairs
 from ..settings import key
@@ -132,27 +132,3 @@ def folded(tensors: Tensors) -> dict[str, Tensor]:
 def small_of(a: str, part: str) -> str:
     """The name of ``H`` or ``s`` in the layer whose A is called ``a``."""
     return a.replace("lora_A.default.weight", f"nested.{part}")
-
-
-class Heads(nn.Module):
-    """``H`` ``(heads, r, r)`` and, if ``weighted``, ``s`` ``(heads,)`` between A and B, by a hook on ``down``, A.
-
-    Without heads, ``(0, r, r)``, the pair is what it is without the hook.
-    """
-
-    def __init__(self, down: Any, heads: int, weighted: bool):
-        super().__init__()
-        rank = len(down.weight) // heads
-        self.H = nn.Parameter(down.weight.new_empty(0, rank, rank))
-        self.s = nn.Parameter(down.weight.new_ones(heads)) if weighted else None
-        # A bound method, so that a deep copy of the model uses its own hook.
-        down.register_forward_hook(self.between)
-
-    def between(self, down: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not len(self.H):
-            return output
-        core = torch.block_diag(*(self.H if self.s is None else self.s[:, None, None] * self.H))
-        if isinstance(down, nn.Linear):
-            return F.linear(output, core)
-        convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[down.weight.ndim]
-        return convolve(output, core.reshape(*core.shape, *(1,) * (down.weight.ndim - 2)))
