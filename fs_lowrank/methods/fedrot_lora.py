@@ -1,14 +1,13 @@
 """FedRot-LoRA: FedLoRA, with the clients' pairs rotated towards the last global pair before they are averaged.
 
-"FedRot-LoRA", ICML 2026, arXiv 2602.23638.
+Zhang et al., "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA", ICML 2026, arXiv 2602.23638.
 
     A_k ← Rᵀ A_k,  B_k ← B_k R      R: r × r, a rotation, which leaves the product B_k A_k as it is
     R₁ = argmin ‖Rᵀ A_k − A‖ in the second, fourth … round, ‖B_k R − B‖ in the third, fifth …; none in the first
     R = the rotation nearest to (1 − λ) I + λ R₁;  then A and B are averaged
 
 Here the server rotates what it receives: it has A and B of the last round and both matrices of the client, so the
-result is that of clients which rotate before they send. The authors' code takes λ = 1.5 by default, for which its
-matrix may be a reflection; rotations alone are taken here. ``lam: 0`` is FedLoRA.
+result is that of clients which rotate before they send. R is never a reflection. ``lam: 0`` is FedLoRA.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ _ROUNDS = "x:rounds"
 
 @register_method("fedrot_lora")
 class FedRotLoRA(Averaging):
-    source = "ICML 2026, arXiv 2602.23638"
+    source = "Zhang et al., ICML 2026"
     sends = "A and B"
     shared = ("lora_A", "lora_B", "head")
 

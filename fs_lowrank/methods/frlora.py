@@ -1,6 +1,6 @@
 """FRLoRA: every round trains the same pair, the principal components of the base, and the base takes its change.
 
-"Federated Residual Low-Rank Adaptation of Large Language Models", ICLR 2025.
+Yan et al., "Federated Residual Low-Rank Adaption of Large Language Models", ICLR 2025.
 
     at the start:  W = U Σ Vᵀ,  B₀ = U_r √(Σ_r / s),  A₀ = √(Σ_r / s) V_rᵀ,  W ← W − s B₀ A₀
     every round:   W ← W + s (B̄ Ā − B₀ A₀)  with B̄ = Σ_k p_k B_k, Ā = Σ_k p_k A_k;  the pair is (B₀, A₀) again
@@ -25,7 +25,7 @@ from .registry import register_method
 
 @register_method("frlora")
 class FRLoRA(Merging, Averaging):
-    source = "ICLR 2025"
+    source = "Yan et al., ICLR 2025"
     sends = "A and B"
 
     @classmethod

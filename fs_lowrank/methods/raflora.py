@@ -1,6 +1,8 @@
 """raFLoRA (also RB-LoRA): FlexLoRA, with a mean for each rank over the clients that have that rank.
 
-"raFLoRA", arXiv 2602.13486; "RB-LoRA", Findings of EACL 2026.
+Wu et al., "Preventing Rank Collapse in Federated Low-Rank Adaptation with Client Heterogeneity", arXiv 2602.13486,
+2026; Ha et al., "RB-LoRA: Rank-Balanced Aggregation for Low-Rank Adaptation with Federated Fine-Tuning", Findings of
+EACL 2026.
 
     ΔW = Σ_k Σ_j w_kj s_k B_k[:, j] A_k[j, :],   w_kj = p_k / Σ_{i: r_i ≥ j} p_i   for j ≤ r_k
     then as FlexLoRA: client k gets the r_k largest components of ΔW
@@ -15,7 +17,7 @@ from .registry import register_method
 
 @register_method("raflora")
 class RaFLoRA(FlexLoRA):
-    source = "arXiv 2602.13486; EACL Findings 2026 (RB-LoRA)"
+    source = "Wu et al., 2026; Ha et al., EACL Findings 2026 (RB-LoRA)"
 
     def columns(self, updates):
         p, ranks = self.weights(updates), [self.rank(u.client) for u in updates]
