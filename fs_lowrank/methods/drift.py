@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..models.names import all_tensors, is_statistic, select, tags
-from ..settings import Lowrank
+from ..settings import Settings
 from .base import Averaging, Method, State
 from .terms import Phase, Update, put_beside
 
@@ -56,38 +56,10 @@ class DriftCorrection:
     clients: int = 1
 
     @classmethod
-    def from_config(cls, config: Any) -> DriftCorrection | None:
-        """The correction of a configuration; None if it has none.
-
-        Raises:
-            UserError: it excludes another key; the message says where both are given.
-        """
-        kind, weight = config.lowrank.drift, config.lowrank.drift_weight
-        optimizer, refuse = config.train.optimizer, config.source.fail
-        if kind not in ("fedprox", "feddyn") and weight != Lowrank().drift_weight:
-            refuse("lowrank.drift_weight", f"= {weight:g} is for fedprox and feddyn; lowrank.drift is {kind}")
-        if kind == "feddyn" and not weight:
-            refuse("lowrank.drift_weight", "= 0: expected a number above 0, by which feddyn divides")
-        plain = optimizer.type == "SGD" and not optimizer.extra.get("momentum") and config.grad.grad_clip <= 0
-        if kind == "scaffold" and not plain:
-            refuse(
-                "lowrank.drift",
-                "= scaffold takes a client's mean gradient from how far plain steps have led; take "
-                "train.optimizer.type SGD without momentum, and no grad.grad_clip",
-            )
-        for key, active in (
-            ("fedopt.use", config.fedopt.use),
-            ("lowrank.robust", config.lowrank.robust != "none"),
-            ("federate.use_ss", config.federate.use_ss),
-            ("federate.online_aggr", config.federate.online_aggr),
-            ("quantization.method", config.framework.get("quantization.method", "none") != "none"),
-        ):
-            if active and kind in ("scaffold", "feddyn"):
-                step = f"lowrank.drift = {kind} has a server's step of its own, on updates as they were sent"
-                refuse(key, f"= {config.get(key)}: {step}; leave one of the two out")
-        if config.model.device_map and kind != "none":
-            refuse("model.device_map", f"is set, and lowrank.drift = {kind} is for a model on one device")
-        return None if kind == "none" else cls(kind, weight, config.taking_part)
+    def from_config(cls, config: Settings) -> DriftCorrection | None:
+        """The correction of a configuration; None if it has none."""
+        lowrank = config.lowrank
+        return None if lowrank.drift == "none" else cls(lowrank.drift, lowrank.drift_weight, config.taking_part)
 
 
 class Weight(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -11,7 +12,7 @@ from .check import keys_of
 from .metrics import METRICS
 from .origin import Origin, show
 from .schema import Settings
-from .sections import robust_needs
+from .sections import Lowrank, robust_needs
 
 #: whether the value of a key is refused, the key, and why
 Conflict = tuple[Any, str, str]
@@ -25,10 +26,10 @@ def check_together(config: Settings, method: Any, needs: Any, origin: Origin) ->
     Raises:
         UserError: names file, line, key, value and reason, of the first conflict.
     """
-    for group in (_of_clients(config), _of_data(config), _of_models(config, method, needs), _of_devices(config)):
-        for refused, key, reason in group:
-            if refused:
-                origin.fail(key, f"= {show(config.get(key))}: {reason}")
+    groups = (_of_clients(config), _of_drift(config), _of_data(config), _of_models(config, method, needs))
+    for refused, key, reason in chain(*groups, _of_devices(config)):
+        if refused:
+            origin.fail(key, f"= {show(config.get(key))}: {reason}")
 
 
 def _of_clients(config: Settings) -> Iterator[Conflict]:
@@ -59,6 +60,30 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     needed = robust_needs(lowrank.robust, lowrank.robust_malicious)
     shortage = f"robust_malicious = {lowrank.robust_malicious} needs {needed} clients per round; there are "
     yield config.sampled_per_round < needed, "lowrank.robust", f"{shortage}{config.sampled_per_round}"
+
+
+def _of_drift(config: Settings) -> Iterator[Conflict]:
+    """Conflicts of a correction of the clients' objective."""
+    kind, weight, optimizer = config.lowrank.drift, config.lowrank.drift_weight, config.train.optimizer
+    unused = kind not in ("fedprox", "feddyn") and weight != Lowrank().drift_weight
+    yield unused, "lowrank.drift_weight", f"it is for fedprox and feddyn; lowrank.drift is {kind}"
+    divided = kind == "feddyn" and not weight
+    yield divided, "lowrank.drift_weight", "expected a number above 0, by which feddyn divides"
+    plain = optimizer.type == "SGD" and not optimizer.extra.get("momentum") and config.grad.grad_clip <= 0
+    steps = "it takes a client's mean gradient from how far plain steps have led"
+    advice = "take train.optimizer.type SGD without momentum, and no grad.grad_clip"
+    yield kind == "scaffold" and not plain, "lowrank.drift", f"{steps}; {advice}"
+    own_step, step = kind in ("scaffold", "feddyn"), "has a server's step of its own, on updates as they were sent"
+    for key, value in (
+        ("fedopt.use", config.fedopt.use),
+        ("lowrank.robust", config.lowrank.robust != "none"),
+        ("federate.use_ss", config.federate.use_ss),
+        ("federate.online_aggr", config.federate.online_aggr),
+        ("quantization.method", config.framework.get("quantization.method", "none") != "none"),
+    ):
+        yield own_step and value, key, f"lowrank.drift = {kind} {step}; leave one of the two out"
+    spread = kind != "none" and config.model.device_map
+    yield spread, "model.device_map", f"lowrank.drift = {kind} is for a model on one device"
 
 
 def _of_data(config: Settings) -> Iterator[Conflict]:

@@ -188,24 +188,30 @@ def test_every_method_takes_a_correction_or_says_why_not(kind):
     assert ("la_lora" in taken) == (kind != "scaffold")
 
 
+TEXTS = {"model.type": "small@transformers"}
+
+
 @pytest.mark.parametrize(
     "keys, said",
     [
         ({"lowrank.drift": "fedprx"}, "did you mean 'fedprox'"),
-        ({"lowrank.drift_weight": 0.5}, "= 0.5 is for fedprox and feddyn; lowrank.drift is none"),
+        ({"lowrank.drift_weight": 0.5}, "weight = 0.5: it is for fedprox and feddyn; lowrank.drift is none"),
         ({"lowrank.drift": "scaffold", "lowrank.drift_weight": 0.5}, "lowrank.drift is scaffold"),
         ({"lowrank.drift": "feddyn", "lowrank.drift_weight": 0.0}, "a number above 0"),
         ({"lowrank.drift": "scaffold", "train.optimizer.type": "AdamW"}, "plain steps"),
         ({"lowrank.drift": "scaffold", "train.optimizer.momentum": 0.9}, "plain steps"),
         ({"lowrank.drift": "scaffold", "grad.grad_clip": 1.0}, "plain steps"),
-        ({"lowrank.drift": "feddyn", "fedopt.use": True}, "fedopt.use = True.*feddyn has a server's step"),
-        ({"lowrank.drift": "scaffold", "lowrank.robust": "median"}, "lowrank.robust = median.*leave one"),
-        ({"lowrank.drift": "scaffold", "federate.online_aggr": True}, "online_aggr = True.*leave one"),
+        ({"lowrank.drift": "feddyn", "fedopt.use": True}, "fedopt.use = True: .*feddyn has a server's step"),
+        ({"lowrank.drift": "scaffold", "lowrank.robust": "median"}, "lowrank.robust = 'median': .*leave one"),
+        ({"lowrank.drift": "scaffold", "federate.online_aggr": True}, "online_aggr = True: .*leave one"),
+        ({"lowrank.drift": "scaffold", "federate.use_ss": True}, "federate.use_ss = True: .*leave one"),
+        ({"lowrank.drift": "feddyn", "quantization.method": "uniform"}, "method = 'uniform': .*leave one"),
+        ({"lowrank.drift": "fedprox", "model.device_map": "auto", **TEXTS}, "device_map = 'auto': .*on one device"),
     ],
 )
 def test_keys_that_cannot_work_are_refused(keys, said):
-    with pytest.raises(UserError, match=said):
-        method_of(load_config({"federate.method": "fedlora", "federate.client_num": 8, **keys}))
+    with pytest.raises(UserError, match=f"override: .*{said}"):
+        load_config({"federate.method": "fedlora", "federate.client_num": 8}, keys)
 
 
 def test_keys_reach_the_method():
