@@ -38,7 +38,7 @@ from .settings import (
 from .settings.adapter import OTHER_DEFAULTS, defaulted, resolved_name
 from .settings.build import read_section
 from .settings.clients import read_clients
-from .settings.conflicts import check_together
+from .settings.conflicts import check_together, conflicts_on
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, taken_keys, unknown_parameter
 from .settings.reading import as_overrides
@@ -158,9 +158,6 @@ def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
     needs = method.requires(method.Params(**params))
     use, args = config.llm.adapter.use, one_mapping("llm.adapter.args", config.llm.adapter.args, origin)
     adapts = needs.adapts(origin.adapter if use is None else use)
-    if use is False and adapts:
-        trains = f"federate.method = {method.name} trains adapters; remove the key, or choose fedavg"
-        origin.fail("llm.adapter.use", f"= False, but {trains} to train all weights")
     origin = dataclasses.replace(origin, defaulted=defaulted(args))
     adapter = {"use": adapts if use is None else use, "args": [AdapterSpec.from_args(args, origin).to_args()]}
     clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)
@@ -223,19 +220,18 @@ def check_local(config: Config) -> None:
     check_engine(config, "local")
 
 
-def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> None:
-    """Refuse keys that an engine does not honour, and report every key without effect, before a run.
+def check_engine(config: Config, engine: str) -> None:
+    """Refuse values that an engine does not honour, and report every key without effect, before a run.
 
     Args:
         engine: local, federatedscope or flower.
-        together: combinations that the engine does not honour, in words.
     Raises:
         UserError: the message lists the refused keys, with the reasons; or ``train.scheduler`` has a key or value that
             is not ours.
     """
     from .training import schedule  # imports torch, which reading a config's schema should not
 
-    refused = not_honoured(config, engine)
+    refused = [*not_honoured(config, engine), *conflicts_on(config, engine)]
     idle = schedule.without_effect(config)
     idle += without_effect(config, engine, _method_class(config.federate.method, config.source))
     for name, value, reason in idle:
@@ -249,6 +245,6 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
         f"{name} = {show(value)}" + (f" (line {lines[name]})" if name in lines else "") + f": {why}"
         for name, value, why in refused
     ]
-    if listed or together:
+    if listed:
         subject = f"federate.method = {config.federate.method} on engine={engine!r} does not honour"
-        raise UserError(f"{file + ': ' if file else ''}{subject}; remove:\n  " + "\n  ".join([*listed, *together]))
+        raise UserError(f"{file + ': ' if file else ''}{subject}; remove:\n  " + "\n  ".join(listed))

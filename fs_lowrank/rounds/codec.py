@@ -120,12 +120,3 @@ class Uniform(Codec):
 def codec_of(config: Settings) -> Codec:
     """The encoding of messages and updates that the framework's section ``quantization`` asks for."""
     return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Codec()
-
-
-def why_no_codec(config: Settings) -> list[str]:
-    """The errors in the values of ``quantization``, in words; none if ``codec_of`` takes them."""
-    method, nbits = config.get("quantization.method"), config.get("quantization.nbits")
-    if method not in ("none", "uniform"):
-        return [f"quantization.method = {method}: expected none or uniform"]
-    wrong = method == "uniform" and nbits not in _WHOLE_NUMBERS
-    return [f"quantization.nbits = {nbits}: expected 8 or 16"] if wrong else []

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
+from ..errors import nearest
+from . import framework
 from .check import keys_of
 from .metrics import METRICS
 from .origin import Origin, show
 from .schema import Settings
 from .sections import Lowrank, robust_needs
 
-#: whether the value of a key is refused, the key, and why
+#: whether the value of a key is refused, the key, and why. Those of all engines are asked for when a configuration is
+#: read, the others when it meets its engine
 Conflict = tuple[Any, str, str]
 
 
@@ -30,6 +33,12 @@ def check_together(config: Settings, method: Any, needs: Any, origin: Origin) ->
     for refused, key, reason in chain(*groups, _of_devices(config)):
         if refused:
             origin.fail(key, f"= {show(config.get(key))}: {reason}")
+
+
+def conflicts_on(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
+    """The conflicts of ``config`` that ``engine`` has and others have not: key, value and reason."""
+    conflicts = [conflict for engines, conflict in _of_engines(config) if engine in engines]
+    return [(key, config.get(key), reason) for refused, key, reason in conflicts if refused]
 
 
 def _of_clients(config: Settings) -> Iterator[Conflict]:
@@ -111,6 +120,8 @@ def _of_models(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
     model, lowrank, task, full = config.model, config.lowrank, config.model.task, not config.llm.adapter.use
     misfit = f"it is not for model.type = {model.type} ({task}); it takes models of {', '.join(needs.tasks)}"
     yield task and task not in needs.tasks, "federate.method", misfit
+    trains = f"federate.method = {method.name} trains adapters; remove the key, or choose fedavg to train all weights"
+    yield full and needs.adapts(False), "llm.adapter.use", trains
     vision = f"expected ImageClassification, or nothing, with {model.type}"
     yield config.is_vision and task != "ImageClassification", "model.task", vision
     headless = f"{task} has no head of its own"
@@ -156,3 +167,65 @@ def _of_devices(config: Settings) -> Iterator[Conflict]:
     yield spread and start not in (True, False, "gaussian"), "llm.adapter.args.0.init_lora_weights", computes
     undivided = "it needs the whole model on one device; leave it out with model.device_map, and merge elsewhere"
     yield spread and merges, "lowrank.save_merged", undivided
+
+
+def _of_engines(config: Settings) -> Iterator[tuple[tuple[str, ...], Conflict]]:
+    """Conflicts by the engines that have them; the other engines refuse the keys, or honour them."""
+    keys = {**framework.DEFAULTS, **config.framework}
+    kind, bits = keys["quantization.method"], keys["quantization.nbits"]
+    encoders = ("federatedscope", "flower")
+    yield encoders, (kind not in ("none", "uniform"), "quantization.method", "expected none or uniform")
+    yield encoders, (kind == "uniform" and bits not in (8, 16), "quantization.nbits", "expected 8 or 16")
+    for conflict in chain(_of_sums(config, keys), _of_scores(config), _of_processes(config, keys)):
+        yield ("federatedscope",), conflict
+
+
+def _of_sums(config: Settings, keys: Mapping[str, Any]) -> Iterator[Conflict]:
+    """Conflicts of a server that sees no single updates."""
+    federate, lowrank, count = config.federate, config.lowrank, config.federate.client_num
+    exact = "with federate.use_ss the server sees nothing but the exact sum of the updates of all clients"
+    yield federate.use_ss and keys["quantization.method"] != "none", "quantization.method", exact
+    for name in ("drop_rate", "max_update_norm", "max_update_norm_factor"):
+        yield federate.use_ss and getattr(lowrank, name), f"lowrank.{name}", exact
+    everyone = "it needs at least two clients, and every client in every round"
+    yield federate.use_ss and not 2 <= config.sampled_per_round == count, "federate.use_ss", everyone
+    unstored = "with federate.online_aggr no update is stored until the others are in"
+    yield federate.online_aggr and lowrank.max_update_norm_factor, "lowrank.max_update_norm_factor", unstored
+
+
+def _of_scores(config: Settings) -> Iterator[Conflict]:
+    """Conflicts of the framework's evaluation."""
+    key, distributed = "eval.best_res_update_round_wise_key", config.federate.mode == "distributed"
+    best, by_clients = config.eval.best_res_update_round_wise_key, not config.federate.make_global_eval
+    files = "the framework files clients' own metrics under test_"
+    yield "client_test_" in best and not distributed, key, files
+    reports = "with federate.make_global_eval False clients report loss and accuracy"
+    yield by_clients and best.rpartition("_")[2] in METRICS.keys() - {"acc", "loss"}, key, reports
+    after = "between processes and with federate.make_global_eval False clients evaluate after a round alone"
+    yield distributed and by_clients and config.eval.before, "eval.before", after
+
+
+def _of_processes(config: Settings, keys: Mapping[str, Any]) -> Iterator[Conflict]:
+    """Conflicts of the framework's runs of several processes."""
+    distributed, several = config.federate.mode == "distributed", config.federate.process_num != 1
+    for key in ("federate.join_in_info", "federate.save_client_model"):
+        yield distributed and keys[key], key, "between processes clients neither send nor save that"
+    standalone = "as any number but 1, also auto (0), it divides the clients of a standalone run"
+    own = "in mode distributed every client is a process of its own"
+    yield distributed and several, "federate.process_num", f"{standalone}; {own}"
+    sampler, samplers = keys["federate.sampler"], ("uniform", "group", "responsiveness")
+    unknown = f"expected {', '.join(samplers)}{nearest(str(sampler), samplers)}"
+    yield sampler not in samplers, "federate.sampler", unknown
+    fast = "it draws by how fast the clients are, in mode standalone; use the sampler uniform"
+    yield distributed and sampler != "uniform", "federate.sampler", fast
+    for key, value in (
+        ("federate.sampler", sampler != "uniform"),
+        ("federate.save_client_model", keys["federate.save_client_model"]),
+    ):
+        yield several and not distributed and value, key, "it needs one process; set federate.process_num 1"
+    role, part, count = keys["distribute.role"], keys["distribute.data_idx"], config.federate.client_num
+    yield distributed and role not in ("server", "client"), "distribute.role", "expected server or client"
+    parts = (
+        f"expected 1 to {count} (which part of the data this client holds), or -1 (all data that it reads are its own)"
+    )
+    yield distributed and role == "client" and part != -1 and not 1 <= part <= count, "distribute.data_idx", parts

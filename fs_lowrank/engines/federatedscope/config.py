@@ -8,7 +8,6 @@ therefore not registered: the section ``lowrank`` takes any key. Values are chec
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from ...config import Config, check_engine, load_config
 from ...errors import UserError, nearest, say_once, user_errors
 from ...methods import get_method_class, list_methods, requirements
-from ...rounds.codec import why_no_codec
 from ...settings import (
     Origin,
     Settings,
@@ -39,10 +37,8 @@ _WRAPPERS = (
     *("pfedme", "ditto", "fedem", "fedrep", "fedopt", "local"),
     *("global", "fedavg", "fedsageplus", "gcflplus", "fedgc"),
 )
-#: our trainer, and other names that select it: the framework's trainers that it replaces, and its own former names
+#: our trainer, which replaces the framework's; its own former names select it, too
 TRAINER = "lowrank_trainer"
-_REPLACED: tuple[str, ...] = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
-_REPLACED += ("lowrank_llmtrainer", "lowrank_nlptrainer", "lowrank_cvtrainer")
 
 
 # -- names of methods ----------------------------------------------------------------------------------
@@ -147,7 +143,7 @@ def check(cfg) -> None:
     """
     if our_method(cfg.federate.method) is None:
         return
-    if cfg.trainer.type.lower() in _REPLACED:
+    if cfg.trainer.type.lower() in framework.SAME_AS_OURS["trainer.type"]:
         cfg.trainer.type = TRAINER
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
         cfg.eval.freq = cfg.federate.total_round_num  # after the last round only; the framework divides by this
@@ -205,8 +201,8 @@ def from_framework(cfg) -> Config:
     tree["federate.method"] = method
     # False is the framework's default, so it does not say that the user wants no adapter.
     tree["llm.adapter.use"] = True if needs.adapts(cfg.llm.adapter.use) else None
-    # ``check`` has replaced the framework's trainer.
-    tree.pop("trainer.type", None)
+    if cfg.trainer.type == TRAINER:
+        del tree["trainer.type"]  # in place of the framework's
     tree["device"] = cfg.device if isinstance(cfg.device, int) else "cpu"
     if cfg.federate.sample_client_rate > 0 or cfg.federate.sample_client_num == cfg.federate.client_num:
         # The framework has computed the number from the rate, or from the default.
@@ -228,7 +224,7 @@ def from_framework(cfg) -> Config:
             f"eval.best_res_update_round_wise_key = {best} has no effect: federate.make_global_eval is False, and "
             "between processes clients report client_test_loss and client_test_acc"
         )
-    check_engine(config, "federatedscope", [*why_no_codec(config), *_excluded(cfg, method)])
+    check_engine(config, "federatedscope")
     check_resources(cfg)
     return config
 
@@ -236,56 +232,6 @@ def from_framework(cfg) -> Config:
 def _extra(name: str) -> bool:
     """Whether ``name`` is in a section that takes any key."""
     return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer."))
-
-
-#: a feature of the framework -> keys that cannot be set beside it, and why
-_EXCLUSIVE = {
-    "use_ss": (
-        ("quantization.method", "lowrank.drop_rate", "lowrank.max_update_norm", "lowrank.max_update_norm_factor"),
-        "the server sees nothing but the exact sum of the updates of all clients",
-    ),
-    "online_aggr": (("lowrank.max_update_norm_factor",), "no update is stored until the others are in"),
-}
-
-
-def _excluded(cfg, method: str) -> list[str]:
-    """The combinations that do not work with ``method``, in words."""
-    federate, distributed = cfg.federate, cfg.federate.mode == "distributed"
-    best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
-    reasons: list[str] = []
-    for feature in (name for name in _EXCLUSIVE if federate[name]):
-        keys, reason = _EXCLUSIVE[feature]
-        conflicts = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}
-        reasons += [f"{name} = {value} and federate.{feature} together: {reason}" for name, value in conflicts.items()]
-    checks = (
-        (
-            federate.use_ss and not 2 <= federate.sample_client_num == federate.client_num,
-            "federate.use_ss needs at least two clients, and every client in every round",
-        ),
-        (
-            "client_test_" in best and not distributed,
-            f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_",
-        ),
-        (
-            not federate.make_global_eval and best.rpartition("_")[2] in METRICS.keys() - {"acc", "loss"},
-            f"eval.best_res_update_round_wise_key = {best!r} and federate.make_global_eval = False together: clients "
-            "report loss and accuracy",
-        ),
-        (
-            distributed and bool(federate.join_in_info or federate.save_client_model),
-            f"federate.join_in_info = {list(federate.join_in_info)}, federate.save_client_model = "
-            f"{federate.save_client_model}: between processes clients neither send nor save that",
-        ),
-        (
-            distributed and cfg.eval.before and not federate.make_global_eval,
-            "eval.before and federate.make_global_eval = False together: clients evaluate after a round alone",
-        ),
-        (
-            trainer.lower() not in (TRAINER, *_REPLACED),
-            f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out",
-        ),
-    )
-    return reasons + [reason for wrong, reason in checks if wrong]
 
 
 def to_framework(config: Settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from ...errors import UserError, nearest
+from ...errors import UserError
 
 
 def check_resources(cfg: Any) -> None:
@@ -14,19 +14,11 @@ def check_resources(cfg: Any) -> None:
     The framework unpickles the file, whether it is used or not.
 
     Raises:
-        UserError: it cannot be read, is no such table, or would run code; an unknown sampler, or one that is not for
-            this run.
+        UserError: it cannot be read, is no such table, or would run code.
     """
     sampler, file = cfg.federate.sampler, cfg.federate.resource_info_file
     if sampler == "uniform" and not file:
         return
-    if sampler != "uniform" and cfg.federate.mode == "distributed":
-        raise UserError(
-            f"federate.sampler = {sampler!r} draws by how fast the clients are, in mode standalone; use the sampler "
-            "uniform"
-        )
-    if sampler not in (samplers := ("uniform", "group", "responsiveness")):
-        raise UserError(f"federate.sampler = {sampler!r}{nearest(sampler, samplers)}; expected {', '.join(samplers)}")
     try:
         with open(file, "rb") as opened:
             if not [entry["computation"] + entry["communication"] for entry in _Plain(opened).load().values()]:

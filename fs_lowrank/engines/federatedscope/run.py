@@ -9,11 +9,11 @@ from federatedscope.core.auxiliaries.runner_builder import get_runner
 from federatedscope.core.auxiliaries.utils import setup_seed
 from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
-from ...errors import RunFailed, UserError
+from ...config import Config, check_engine
+from ...errors import RunFailed
 from ...jobs.files import cannot_write
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
-from ...settings import Settings
 from ..pool import processes_of
 from ..process_settings import preserving_settings
 from . import session as sessions
@@ -22,23 +22,18 @@ from .logs import log_to
 from .runner import LoopRunner
 
 
-def run(config: Settings, resume: bool = False, on_round=None, on_client=None, callbacks=()) -> RunResult:
+def run(config: Config, resume: bool = False, on_round=None, on_client=None, callbacks=()) -> RunResult:
     """Run as ``fs_lowrank.run`` does. In a client process of a distributed run the result has no history.
 
     Raises:
         UserError: the configuration, data or model is wrong, or the server refused this client.
         RunFailed: the run ended before its last round.
     """
-    standalone, processes = config.federate.mode == "standalone", config.federate.process_num
-    if processes != 1 and not standalone:
-        raise UserError(
-            f"federate.process_num = {processes or 'auto'} divides the clients of a standalone run; in mode "
-            "distributed every client is a process of its own. Leave it out"
-        )
-    cfg = to_framework(config)
+    check_engine(config, "federatedscope")  # ``from_framework`` checks what the framework's own launchers read
+    standalone, cfg = config.federate.mode == "standalone", to_framework(config)
     # The framework itself would choose a new folder for each run.
     outdir = outdir_of(config)
-    is_client = config.federate.mode == "distributed" and cfg.distribute.role == "client"
+    is_client = not standalone and cfg.distribute.role == "client"
     outdir = outdir / f"client_{max(cfg.distribute.data_idx, 0)}" if is_client else outdir
     outdir.mkdir(parents=True, exist_ok=True)
     cfg.outdir = str(outdir)

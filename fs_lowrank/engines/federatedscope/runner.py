@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config import Config
-from ...errors import UserError
 from ...rounds.codec import codec_of
 from ...rounds.intake import Intake
 from ...rounds.loop import Loop
@@ -56,11 +55,6 @@ class LoopRunner:
         if session.role == "server":
             transport = Clients(config, cfg)
         else:
-            if cfg.federate.sampler != "uniform" or cfg.federate.save_client_model:
-                raise UserError(
-                    f"federate.sampler = {cfg.federate.sampler!r}, and federate.save_client_model, need one process; "
-                    "set federate.process_num 1"
-                )
             if cfg.federate.process_num > 1:  # where there are so many GPUs
                 config = config.replace({"federate.process_num": cfg.federate.process_num})
             check_others(config)

@@ -157,16 +157,8 @@ def open_session(cfg) -> Session:
     """
     global _current
     config = from_framework(cfg)
-    role, index = "standalone", -1
-    if config.federate.mode == "distributed":
-        role, index = cfg.distribute.role, cfg.distribute.data_idx
-        if role not in ("server", "client"):
-            raise UserError(f"distribute.role = {role!r}: expected server or client")
-        if role == "client" and index != -1 and not 1 <= index <= config.federate.client_num:
-            raise UserError(
-                f"distribute.data_idx = {index}: expected 1 to {config.federate.client_num} (which part of "
-                "the data this client holds), or -1 (all data that it reads are its own)"
-            )
+    distributed, process = config.federate.mode == "distributed", cfg.distribute
+    role, index = (process.role, process.data_idx) if distributed else ("standalone", -1)
     _current = Session(config, cfg, role, index)
     return _current
 

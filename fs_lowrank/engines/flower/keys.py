@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ...config import Config, check_engine
-from ...rounds.codec import why_no_codec
 from ..program import check_others
 
 
 def check(config: Config) -> None:
     """Raise ``UserError`` for modules of the program and keys that the engine does not honour; report idle keys."""
     check_others(config, "take engine local, with federate.process_num 1")
-    check_engine(config, "flower", why_no_codec(config))
+    check_engine(config, "flower")

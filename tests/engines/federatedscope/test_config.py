@@ -9,6 +9,7 @@ import torch
 import yaml
 
 import fs_lowrank
+from fs_lowrank import cli
 from fs_lowrank.errors import UserError
 
 pytestmark = pytest.mark.federatedscope
@@ -145,7 +146,7 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
         ("asyn.use", True, "our methods do not use it"),
         ("personalization.local_param", ["lora_B"], "our methods do not use it"),
         ("aggregator.robust_rule", "krum", "take lowrank.robust in place of it"),
-        ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
+        ("trainer.type", "graphminibatch_trainer", "our methods do not use it"),
         ("regularizer.type", "proximal_regularizer", "our methods do not use it"),
         ("llm.retry_on_nan_loss", True, "our methods do not use it"),
         ("model.dropout", 0.4, "our methods do not use it"),
@@ -172,42 +173,52 @@ def test_a_number_of_bits_that_cannot_be(cfg):
 
 
 QUANTISED, SHARED = {"quantization.method": "uniform"}, {"federate.use_ss": True}
+BY_CLIENTS, ONLINE = {"federate.make_global_eval": False}, {"federate.online_aggr": True}
+BEST = "eval.best_res_update_round_wise_key"
 BETWEEN, CLIENT = {"federate.mode": "distributed"}, {"federate.mode": "distributed", "distribute.role": "client"}
 
 
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({**SHARED, **QUANTISED}, "quantization.method = uniform and federate.use_ss together"),
-        ({**QUANTISED, "quantization.nbits": 4}, "the framework's check of the configuration raises ValueError"),
-        ({**SHARED, "lowrank.drop_rate": 0.1}, "lowrank.drop_rate = 0.1 and federate.use_ss together"),
-        ({**SHARED, "lowrank.max_update_norm_factor": 10}, "norm_factor = 10.0 and federate.use_ss together"),
+        ({**SHARED, **QUANTISED}, "quantization.method = 'uniform': with federate.use_ss the server sees"),
+        ({**QUANTISED, "quantization.nbits": 4}, "quantization.nbits = 4: expected 8 or 16"),
+        ({"quantization.method": "other"}, "quantization.method = 'other': expected none or uniform"),
+        ({**SHARED, "lowrank.drop_rate": 0.1}, "lowrank.drop_rate = 0.1: with federate.use_ss"),
+        ({**SHARED, "lowrank.max_update_norm": 1}, "lowrank.max_update_norm = 1.0: with federate.use_ss"),
+        ({**SHARED, "lowrank.max_update_norm_factor": 10}, "norm_factor = 10.0: with federate.use_ss"),
+        ({**SHARED, "federate.sample_client_num": 3}, "federate.use_ss = True: it needs at least two clients"),
+        ({**ONLINE, "lowrank.max_update_norm_factor": 10}, "norm_factor = 10.0: with federate.online_aggr"),
+        ({BEST: "client_test_acc"}, f"{BEST} = 'client_test_acc': the framework files clients' own metrics under"),
         (
-            {"federate.online_aggr": True, "lowrank.max_update_norm_factor": 10},
-            "lowrank.max_update_norm_factor = 10.0 and federate.online_aggr together",
+            {BEST: "test_f1", "eval.metrics": ["f1"], **BY_CLIENTS},
+            f"{BEST} = 'test_f1': with federate.make_gl",
         ),
-        (
-            {**BETWEEN, "federate.join_in_info": ["num_sample"]},
-            "join_in_info = .'num_sample'., federate.save_client_model = False: between",
-        ),
-        (
-            {**BETWEEN, "federate.save_client_model": True},
-            "join_in_info = .., federate.save_client_model = True: between",
-        ),
-        (
-            {**BETWEEN, "federate.make_global_eval": False, "eval.before": True},
-            "eval.before and federate.make_global_eval = False together",
-        ),
+        ({**BETWEEN, "federate.join_in_info": ["num_sample"]}, "join_in_info = .'num_sample'.: between processes"),
+        ({**BETWEEN, "federate.save_client_model": True}, "save_client_model = True: between processes"),
+        ({**BETWEEN, **BY_CLIENTS, "eval.before": True}, "eval.before = True: between processes and with"),
         ({**BETWEEN, "distribute.role": "boss"}, "distribute.role = 'boss': expected server or client"),
-        ({**BETWEEN, "federate.process_num": 3}, "process_num = 3 divides the clients of a standalone run"),
-        ({**BETWEEN, "federate.process_num": "auto"}, "process_num = auto divides the clients of a standalone run"),
+        ({**BETWEEN, "federate.process_num": 3}, "process_num = 3: .* divides the clients of a standalone run"),
+        ({**BETWEEN, "federate.process_num": "auto"}, "process_num = 0: .* also auto .0., it divides the clients"),
+        ({"federate.sampler": "group", "federate.process_num": 3}, "sampler = 'group': it needs one process"),
+        ({"federate.save_client_model": True, "federate.process_num": 3}, "save_client_model = True: it needs one"),
         ({**CLIENT, "distribute.data_idx": 9}, "distribute.data_idx = 9: expected 1 to 5"),
         ({"model.device_map": "auto"}, "model.device_map = 'auto': a client's copy of the model lies on one device"),
     ],
 )
-def test_what_cannot_be_is_refused(quick, keys, said):
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_is_refused(quick, keys, said, tmp_path):
+    with pytest.raises(UserError, match=f"on engine='federatedscope' does not honour; remove:\n  .*{said}"):
         fs_lowrank.run(quick("run", {"federate.method": "fedlora", **keys}), "federatedscope")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_names_what_the_engine_refuses(settings, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**settings, "federate.save_client_model": True, "federate.process_num": 3}))
+    assert cli.main(["run", "--cfg", str(file), "--engine", "federatedscope", "--dry-run"]) == 2
+    line = file.read_text().splitlines().index("federate.save_client_model: true") + 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"federate.save_client_model = True (line {line}): it needs one process" in said
 
 
 def test_the_launchers_client_cfg(quick, settings, tmp_path):

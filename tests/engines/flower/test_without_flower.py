@@ -72,7 +72,7 @@ def test_keys_that_the_engine_does_not_honour(quick):
         check(quick("mode", {"federate.mode": "distributed"}))
     with pytest.raises(fs_lowrank.UserError, match="quantization.nbits = 4: expected 8 or 16"):
         check(quick("bits", {"quantization.method": "uniform", "quantization.nbits": 4}))
-    with pytest.raises(fs_lowrank.UserError, match="quantization.method = other: expected none or uniform"):
+    with pytest.raises(fs_lowrank.UserError, match="quantization.method = 'other': expected none or uniform"):
         check(quick("other", {"quantization.method": "other"}))
 
 
