@@ -32,7 +32,7 @@ from .jobs.files import read_json, to_json, write_text
 from .methods import requirements
 from .models.adapters import load_tensors
 from .models.names import all_tensors
-from .rounds.evaluator import CLIENTS, Evaluator, size_of, watched
+from .rounds.evaluator import Evaluator, size_of
 from .rounds.finite import not_finite
 from .rounds.record import Failure
 from .rounds.recorder import Callback, Recorder, facts_of
@@ -44,6 +44,7 @@ from .runs.records import Records, flat_metrics, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
+from .settings.metrics import CLIENTS
 from .settings.sections import Lowrank
 from .training import train_client
 from .training.schedule import lr_at
@@ -106,7 +107,7 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
         keys |= _in_one_place(name, config)
         if ignored := {k for values in overrides.values() for k in values} - {"local_update_steps", "batch_or_epoch"}:
             say_once(f"{name}: {', '.join(sorted(ignored))} of single clients (lowrank.clients) do not apply to it")
-    if name == "local" or watched(config)[0] == CLIENTS:
+    if name == "local" or config.watched[0] == CLIENTS:
         if config.early_stop.patience:
             say_once(f"{name}: early_stop does not apply to it; it trains all its rounds")
         keys |= {"early_stop.patience": 0, "early_stop.delta": 0.0, "eval.best_res_update_round_wise_key": "val_loss"}

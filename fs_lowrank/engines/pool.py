@@ -30,7 +30,7 @@ from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
 from ..rounds.codec import codec_of
 from ..rounds.copies import copied, load_told
-from ..rounds.evaluator import CLIENTS, Evaluator, size_of
+from ..rounds.evaluator import Evaluator, size_of
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
@@ -40,6 +40,7 @@ from ..rounds.transport import Transport
 from ..rounds.workspace import Workspace
 from ..runs.folder import outdir_of
 from ..settings import Settings
+from ..settings.metrics import CLIENTS
 from ..training.evaluate import BatchScore, mean_scores
 from ..training.metrics import of_outputs
 

@@ -9,25 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import Config
 from ..data import Examples, ImageExamples
-from ..errors import UserError, nearest, say_once
+from ..errors import UserError, say_once
 from ..methods import State
-from ..settings.metrics import chief, larger_is_better, measured, metric_name
+from ..settings.metrics import CLIENTS, chief, larger_is_better, metric_name
 from ..training.evaluate import BatchScore, batch_scores, mean_scores, worst_tenth
 from ..training.metrics import of_outputs
 from ..training.schedule import evaluation_due
 from .workspace import Workspace
-
-#: the name, beside the splits, of the metrics of the clients' own models
-CLIENTS = "client_test"
-
-
-def watched(config: Config) -> tuple[str, str]:
-    """Split and metric of ``eval.best_res_update_round_wise_key``; the framework's ``avg_loss`` is our loss."""
-    key = config.eval.best_res_update_round_wise_key.rpartition(".")[2]
-    split = CLIENTS if key.startswith(CLIENTS) else key.partition("_")[0]
-    return split, key.removeprefix(f"{split}_").removeprefix("avg_")
 
 
 def size_of(examples: Examples | ImageExamples) -> dict[str, int]:
@@ -168,7 +157,7 @@ class Evaluator:
 
         None if it has none, or one that is not finite.
         """
-        return ranked(record, *watched(self.config))
+        return ranked(record, *self.config.watched)
 
     def best(self, history: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The record of the best round by validation data (``best_by``), the first of equals.
@@ -182,7 +171,7 @@ class Evaluator:
     @property
     def best_by(self) -> str:
         """The metric of ``eval.best_res_update_round_wise_key`` on validation data: ``val_acc`` for ``test_acc``."""
-        return f"val_{metric_name(watched(self.config)[1])}"
+        return f"val_{metric_name(self.config.watched[1])}"
 
     def check_best(self) -> None:
         """Raise ``UserError`` if ``eval.save_best`` is True and no validation data are evaluated."""
@@ -216,22 +205,13 @@ class Evaluator:
         return 0 < stop.patience <= without
 
     def check_watched(self) -> None:
-        """Check that ``eval.best_res_update_round_wise_key`` names a metric; warn of stopping by test data.
+        """Check that early stopping has the split that it watches; warn of stopping by test data.
 
         Raises:
-            UserError: it is not measured, or early stopping needs it and its split is not evaluated.
+            UserError: the split is not evaluated.
         """
-        key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
+        key, split = "eval.best_res_update_round_wise_key", self.config.watched[0]
         value, patience = self.config.get(key), self.config.early_stop.patience
-        metrics = measured(self.config.model.task, self.config.eval.metrics)
-        if split == CLIENTS:
-            metrics = [m for m in metrics if m in ("loss", "acc")]
-            metrics += [f"{metrics[-1]}_{suffix}" for suffix in ("mean", "std", "worst_decile")]
-        if metric not in metrics:
-            raise UserError(
-                f"{key} = {value!r}: no metric {metric!r} is measured"
-                f"{nearest(metric, metrics)}; {split}_ may be followed by: {', '.join(metrics)}"
-            )
         if patience > 0 and split not in self.splits():
             raise UserError(
                 f"early_stop.patience = {patience}: it watches {key} = {value}, a split that is not "

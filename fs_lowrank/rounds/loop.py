@@ -15,11 +15,11 @@ from ..config import Config
 from ..errors import RunFailed
 from ..runs.folder import outdir_of
 from ..runs.result import RunResult
-from ..settings.metrics import measured
+from ..settings.metrics import CLIENTS, measured
 from ..training.schedule import evaluation_due
 from .admission import LARGEST, number_of
 from .ending import end_round
-from .evaluator import CLIENTS, Evaluator, size_of
+from .evaluator import Evaluator, size_of
 from .ledger import Ledger
 from .parcel import Parcel
 from .recorder import Callback, Recorder

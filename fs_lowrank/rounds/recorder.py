@@ -25,9 +25,10 @@ from ..runs.records import Records, flat_metrics
 from ..runs.result import RunResult
 from ..runs.split import write_split
 from ..runs.tables import client_lines, result_lines
+from ..settings.metrics import CLIENTS
 from ..versions import SCHEMA
 from .checkpoints import Checkpoints
-from .evaluator import CLIENTS, Evaluator
+from .evaluator import Evaluator
 from .figures import best_figures, final_figures
 from .finite import BadRound
 from .intake import TooFewClients

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import nearest
 from . import framework
 from .check import keys_of
-from .metrics import METRICS
+from .metrics import CLIENTS, METRICS, measured, of_clients
 from .origin import Origin, show
 from .schema import Settings
 from .sections import Lowrank, robust_needs
@@ -114,6 +114,10 @@ def _of_data(config: Settings) -> Iterator[Conflict]:
     key = "eval.best_res_update_round_wise_key"
     match = re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", config.get(key))
     yield not match, key, "expected SPLIT_METRIC, such as val_loss or test_acc"
+    (split, metric), metrics = config.watched, measured(task, config.eval.metrics)
+    metrics = of_clients(metrics) if split == CLIENTS else metrics
+    unmeasured = f"no metric {metric!r} is measured{nearest(metric, metrics)}"
+    yield task and metric not in metrics, key, f"{unmeasured}; {split}_ may be followed by: {', '.join(metrics)}"
 
 
 def _of_models(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
@@ -214,7 +218,7 @@ def _of_processes(config: Settings, keys: Mapping[str, Any]) -> Iterator[Conflic
     own = "in mode distributed every client is a process of its own"
     yield distributed and several, "federate.process_num", f"{standalone}; {own}"
     sampler, samplers = keys["federate.sampler"], ("uniform", "group", "responsiveness")
-    unknown = f"expected {', '.join(samplers)}{nearest(str(sampler), samplers)}"
+    unknown = f"expected {', '.join(samplers)}{nearest(sampler, samplers)}"
     yield sampler not in samplers, "federate.sampler", unknown
     fast = "it draws by how fast the clients are, in mode standalone; use the sampler uniform"
     yield distributed and sampler != "uniform", "federate.sampler", fast

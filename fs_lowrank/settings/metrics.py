@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 #: the values of ``model.task``
@@ -40,6 +40,10 @@ METRICS = {
 }
 
 
+#: the name, beside the splits, of the metrics of the clients' own models
+CLIENTS = "client_test"
+
+
 def extras(task: str, requested: list[str]) -> list[str]:
     """The metrics beside loss and accuracy that are measured for ``task``: always, or if ``requested``."""
     metrics = {name: metric for name, metric in METRICS.items() if name not in ("acc", "loss") and task in metric.tasks}
@@ -49,6 +53,12 @@ def extras(task: str, requested: list[str]) -> list[str]:
 def measured(task: str, requested: list[str]) -> list[str]:
     """All metrics that are measured for ``task``; loss and accuracy for an unknown task."""
     return [name for name in ("loss", "acc") if not task or task in METRICS[name].tasks] + extras(task, requested)
+
+
+def of_clients(metrics: Sequence[str]) -> list[str]:
+    """The metrics of the clients' own models, for a task of which ``metrics`` are ``measured``."""
+    own = [name for name in metrics if name in ("loss", "acc")]
+    return own + [f"{own[-1]}_{suffix}" for suffix in ("mean", "std", "worst_decile")]
 
 
 def perplexity(loss: float) -> float:

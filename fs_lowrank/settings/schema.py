@@ -20,7 +20,7 @@ from . import framework
 from .adapter import AdapterSpec
 from .check import key, keys_of
 from .clients import FULL_KEYS, by_group
-from .metrics import LANGUAGE, extras
+from .metrics import CLIENTS, LANGUAGE, extras
 from .origin import Origin
 from .reading import Dumper
 from .sections import (
@@ -130,6 +130,13 @@ class Settings:
     def metrics(self) -> list[str]:
         """The metrics beside loss and accuracy."""
         return extras(self.model.task, self.eval.metrics)
+
+    @property
+    def watched(self) -> tuple[str, str]:
+        """Split and metric of ``eval.best_res_update_round_wise_key``; FederatedScope's ``avg_loss`` is our loss."""
+        name = self.eval.best_res_update_round_wise_key.rpartition(".")[2]
+        split = CLIENTS if name.startswith(CLIENTS) else name.partition("_")[0]
+        return split, name.removeprefix(f"{split}_").removeprefix("avg_")
 
     @property
     def from_scratch(self) -> bool:

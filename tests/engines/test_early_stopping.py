@@ -85,8 +85,8 @@ def test_it_is_said_that_test_data_decide_when_a_run_stops(settings, caplog, key
     ],
 )
 def test_a_metric_that_is_not_measured_is_named(settings, key, said):
-    with pytest.raises(fs_lowrank.UserError, match=said):
-        LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
+    with pytest.raises(fs_lowrank.UserError, match=f"override: eval.best_res_.* = '{key}': .*{said}"):
+        fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key})
 
 
 @pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
