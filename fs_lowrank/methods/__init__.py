@@ -2,7 +2,7 @@
 
 from .base import Averaging, Gathering, Method, State
 from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
-from .drift import DriftCorrection
+from .corrected import DriftCorrection
 from .registry import register_method
 from .robust import RobustMean
 from .terms import (

@@ -10,7 +10,8 @@ from importlib.metadata import entry_points
 from ..errors import UserError, nearest
 from ..settings import AdapterSpec, Settings, check_method_params
 from .base import Averaging, Method
-from .drift import DriftCorrection, corrected
+from .corrected import DriftCorrection
+from .drift import corrected
 from .registry import refuse_former, registered
 from .robust import RobustMean
 from .server_optimizer import ServerOptimizer
