@@ -140,10 +140,10 @@ def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = Non
     if not (path is None or isinstance(path, (Mapping, str, os.PathLike))):
         raise UserError(f"config = {show(path)}: expected the path of a YAML file, a mapping, or a Config")
     origin, content = (origin or Origin(), path or {}) if path is None or isinstance(path, Mapping) else read_yaml(path)
-    merge(tree, content)
+    merge(tree, content, origin)
     for mapping in changes:
-        merge(tree, mapping)
         origin = dataclasses.replace(origin, overridden=origin.overridden | set(flatten(mapping)))
+        merge(tree, mapping, origin)
     return tree, dataclasses.replace(origin, adapter=lookup(tree, "llm.adapter.use"))
 
 

@@ -130,6 +130,23 @@ def test_an_index_in_a_key(write):
 
 
 @pytest.mark.parametrize(
+    "text, message",
+    [
+        ("lowrank:\n  1: 2\n", "line 2: unknown key lowrank.1: expected text"),
+        ("train:\n  off: 2\n", "line 1: unknown key train.False: expected text"),
+        ("seed: 1\nseed.x: 2\n", "line 2: unknown key 'seed.x': seed is a value (1), not a section"),
+        ("data:\n  splits: [1]\n  splits.3: 0\n", "line 3: data.splits.3: data.splits is a list of 1"),
+    ],
+)
+def test_keys_that_fit_nowhere_are_refused_with_file_and_line(write, text, message):
+    path = write(text)
+    with refused(f"{path}, {message}"):
+        load_config(path)
+    with refused("override: unknown key 'seed.x'"):
+        make({"seed": 1}, **{"seed.x": 2})
+
+
+@pytest.mark.parametrize(
     "text, parts",
     [
         ("a: [1,\nb: 2\n", ("line", "column", "invalid YAML")),

@@ -49,6 +49,10 @@ class Origin:
         self.fail(key, f"= {show(value)}: expected {expected}")
 
 
+#: of values that no file has
+NOWHERE = Origin()
+
+
 def show(value: Any) -> str:
     """``repr``, cut to 80 characters."""
     text = repr(value)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import UserError
-from .origin import show
+from .origin import NOWHERE, Origin, show
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "", origin: Origin = NOWHERE) -> dict[str, Any]:
     """Values by dotted key. Sections are flattened at all levels; lists are values.
 
     Raises:
@@ -20,28 +20,26 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str):
-            raise UserError(
-                f"unknown key {prefix}{key!r}: expected text (YAML reads a bare on, off, yes, no as "
-                "a truth value and digits as a number)"
-            )
+            expected = "text (YAML reads a bare on, off, yes, no as a truth value and digits as a number)"
+            raise UserError(f"{origin.where(f'{prefix}{key}')}unknown key {prefix}{key!r}: expected {expected}")
         if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}.", origin))
         else:
             flat[prefix + key] = plain(value, prefix + key)
     return flat
 
 
-def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Merge ``changes`` into ``tree``: sections are merged, all other values replaced."""
-    for key, value in flatten(changes).items():
+def merge(tree: dict[str, Any], changes: Mapping[str, Any], origin: Origin = NOWHERE) -> None:
+    """Merge ``changes``, which come from ``origin``, into ``tree``: sections are merged, all other values replaced."""
+    for key, value in flatten(changes, origin=origin).items():
         if value == {} and isinstance(value, dict):
             if lookup(tree, key) is None:
-                assign(tree, key, {})
+                assign(tree, key, {}, origin)
         else:
-            assign(tree, key, value)
+            assign(tree, key, value, origin)
 
 
-def assign(tree: Any, key: str, value: Any) -> None:
+def assign(tree: Any, key: str, value: Any, origin: Origin = NOWHERE) -> None:
     """Set a dotted key. A number is an index into a list; the index after the last item appends.
 
     Raises:
@@ -52,8 +50,8 @@ def assign(tree: Any, key: str, value: Any) -> None:
     for depth, part in enumerate(parts):
         index: Any = _index(part) if isinstance(node, list) else part
         if isinstance(node, list) and (index is None or index > len(node)):
-            listed = f"{'.'.join(parts[:depth])} is a list of {len(node)}"
-            raise UserError(f"{key}: {listed}; expected an index up to {len(node)}, not {show(part)}")
+            listed = f"{'.'.join(parts[:depth])} is a list of {len(node)}; expected an index up to {len(node)}"
+            raise UserError(f"{origin.where(key)}{key}: {listed}, not {show(part)}")
         if isinstance(node, list) and index == len(node):
             node.append(None)
         if depth == len(parts) - 1:
@@ -63,7 +61,7 @@ def assign(tree: Any, key: str, value: Any) -> None:
             node[index] = {} if _index(parts[depth + 1]) is None else []
         if not isinstance(child := node[index], (dict, list)):
             problem = f"{'.'.join(parts[: depth + 1])} is a value ({show(child)})"
-            raise UserError(f"unknown key {key!r}: {problem}, not a section")
+            raise UserError(f"{origin.where(key)}unknown key {key!r}: {problem}, not a section")
         node = child
 
 
