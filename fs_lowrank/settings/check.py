@@ -51,7 +51,8 @@ def check_value(name: str, value: Any, key: Key, origin: Origin) -> Any:
     try:
         value = _coerce(plain(value), key.hint)
     except _Mismatch:
-        wrong(f"; write [{raw[1:-1]}]" if isinstance(raw, str) and re.fullmatch(r"\(.*\)", raw, re.S) else "")
+        listed = isinstance(raw, str) and "a list" in _type_in_words(key.hint) and re.fullmatch(r"\((.*)\)", raw, re.S)
+        wrong(f"; write [{listed[1]}]" if listed else "")
     for item, reason in meta.get("dropped", {}).items():
         if item in value:
             value = [entry for entry in value if entry != item]

@@ -1,5 +1,7 @@
 """Values that no key takes are errors of one line with the expected value."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -35,6 +37,20 @@ def test_tables_and_arrays(value, form):
 def test_bounds_that_no_round_could_meet_are_refused(key, value, words):
     with pytest.raises(UserError, match=f"lowrank.{key} = {value}: expected .*{words}"):
         load_config({"federate.client_num": 2, f"lowrank.{key}": value})
+
+
+@pytest.mark.parametrize(
+    "key, value, end",
+    [
+        ("data.splits", "(0.8, 0.1, 0.1)", "; write [0.8, 0.1, 0.1]"),
+        ("train.optimizer", {"type": "Adam", "betas": "(0.9, 0.99)"}, "a list of 2; write [0.9, 0.99]"),
+        ("train.scheduler.warmup_ratio", "(0.5)", "at most 1"),
+        ("federate.client_num", "(3)", "a whole number"),
+    ],
+)
+def test_round_brackets_are_a_list_only_where_one_is_expected(key, value, end):
+    with refused(f"expected .*{re.escape(end)}$"):
+        load_config({**BASE, key: value})
 
 
 def test_two_values_of_one_key(caplog):
