@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +126,7 @@ def load_for(
     }
     for key in params:
         if not any(taken_keys(cls, [key]) for cls in classes):
-            unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)))
+            unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)), _all_methods())
     shared = {key: value for key, value in flat.items() if key not in params}
     by_method = {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
     file_method = None if isinstance(path, Config) else lookup(_content(path, shared)[0], "federate.method")
@@ -154,7 +154,7 @@ def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
     method = _resolve_method(config, has_method, origin)
     federate = dataclasses.replace(config.federate, method=method.name)
     task = config.model.task or infer_task(config.model.type)
-    params = check_method_params(method, config.lowrank.params, origin)
+    params = check_method_params(method, config.lowrank.params, origin, _all_methods())
     needs = method.requires(method.Params(**params))
     use, args = config.llm.adapter.use, one_mapping("llm.adapter.args", config.llm.adapter.args, origin)
     adapts = needs.adapts(origin.adapter if use is None else use)
@@ -190,6 +190,10 @@ def _check_optimizers(config: Config, origin: Origin) -> None:
         return  # a run will say so; a file can be read without
 
     check_optimizer(config.train.optimizer, origin)
+
+
+def _all_methods() -> Iterator[Any]:
+    return map(methods().get_method_class, methods().list_methods())
 
 
 def _method_class(name: str, origin: Origin) -> Any:

@@ -468,7 +468,9 @@ def test_method_params():
             make(["federate.method", "flexlora", f"lowrank.{key}", value])
     with refused("lowrank (regmean): scales is empty"):
         make(federate__method="regmean", lowrank__scales=[])
-    with refused("keys of fedlora: none"):
+    with refused(
+        "unknown key 'lowrank.tau', which is of fedloru, mfedloru, pfedloru, pmfedloru; keys of fedlora: none"
+    ):
         make(lowrank__tau=1)
 
 

@@ -25,19 +25,27 @@ def taken_keys(cls: Any, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key.split(".")[1] in keys_of(cls.Params)]
 
 
-def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoReturn:
+def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin, others: Iterable[Any] = ()) -> NoReturn:
+    """Refuse a key of ``lowrank`` that none of the methods ``classes`` has; ``others`` are methods that may have it."""
     name, fields = f"lowrank.{key}", list(dict.fromkeys(field for cls in classes for field in keys_of(cls.Params)))
-    hint = nearest(key, [*general_keys(), *fields])
+    having = [cls.name for cls in others if key in keys_of(cls.Params)]
+    hint = f", which is of {', '.join(having)}" if having else nearest(key, [*general_keys(), *fields])
     valid = f"keys of {', '.join(cls.name for cls in classes)}: {', '.join(fields) or 'none'}"
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}; {valid}")
 
 
-def check_method_params(cls: Any, arguments: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
-    """All hyperparameters of the method: the given values, checked, and defaults for the others."""
+def check_method_params(
+    cls: Any, arguments: Mapping[str, Any], origin: Origin | None = None, others: Iterable[Any] = ()
+) -> dict[str, Any]:
+    """All hyperparameters of the method: the given values, checked, and defaults for the others.
+
+    Args:
+        others: methods that may have a key that this one has not.
+    """
     keys, origin = keys_of(cls.Params), origin or Origin()
     for name in arguments:
         if name not in keys:
-            unknown_parameter(name, [cls], origin)
+            unknown_parameter(name, [cls], origin, others)
     values = check_keys(arguments, keys, origin, "lowrank")
     try:
         params = cls.Params(**values)

@@ -84,7 +84,10 @@ def test_every_kind_of_range_is_respected(config):
 RATES = {"grid": [0.1, 0.2]}
 WRONG = [
     ({"train.optimiser.lr": {"grid": [1, 2]}}, "unknown key .*did you mean 'train.optimizer'"),
-    ({"lowrank.tau": {"grid": [1, 2]}}, "unknown key 'lowrank.tau'; keys of fedlora: none"),
+    (
+        {"lowrank.tau": {"grid": [1, 2]}},
+        "unknown key 'lowrank.tau', which is of fedloru, mfedloru, pfedloru, pmfedloru",
+    ),
     ({"train.optimizer.lr": {"loguniform": [0.1, 0.01]}}, "train.optimizer.lr: `low <= high` must hold"),
     ({"train.optimizer.lr": {"loguniform": [0, 0.01]}}, "lr = 0.0: expected a number, above 0"),
     (
