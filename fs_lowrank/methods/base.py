@@ -46,7 +46,8 @@ from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select, tags
 from ..seeds import derive
-from ..settings import ADDED, AdapterSpec
+from ..settings import AdapterSpec, Origin
+from ..settings.conflicts import check_adapter
 from ..settings.parameters import params_defaults
 from .robust import RobustMean
 from .terms import (
@@ -137,19 +138,7 @@ class Method(ABC):
         values = {f.name: getattr(self.params, f.name) for f in dataclasses.fields(self.params)}
         changed = ", ".join(f"lowrank.{n} = {v}" for n, v in values.items() if n not in defaults or v != defaults[n])
         method = f"{self.name} with {changed}" if changed else self.name
-        adapter = self.setting.adapter
-        if self.needs.adapter == "lora" and adapter.method != "lora":
-            raise UserError(
-                f"llm.adapter.args: adapter_method = {adapter.method} has no halves A and B, which "
-                f"{self.name} works on; choose lora, or a method that averages adapters of any kind"
-            )
-        if self.needs.adapter in ("any", "lora", "optional") and not adapter.is_additive:
-            option = "use_dora = True" if adapter.method == "lora" else f"adapter_method = {adapter.method}"
-            raise UserError(
-                f"llm.adapter.args: {option}: it does not add to a weight, as {self.name} takes it to do; choose "
-                f"{' or '.join(ADDED)} without use_dora, or federate.method = fedlora, which averages adapters of "
-                "every kind"
-            )
+        check_adapter(self.setting.adapter, self.name, self.needs, Origin())
         if self.needs.rounds and self.setting.rounds is None:
             raise UserError(f"{method} needs the number of rounds: pass rounds=…")
         if self.setting.only_sums and not self.needs.sums:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import nearest
 from . import framework
+from .adapter import ADDED, AdapterSpec
 from .check import keys_of
 from .metrics import CLIENTS, METRICS, measured, of_clients
 from .origin import Origin, show
@@ -33,6 +34,28 @@ def check_together(config: Settings, method: Any, needs: Any, origin: Origin) ->
     for refused, key, reason in chain(*groups, _of_devices(config)):
         if refused:
             origin.fail(key, f"= {show(config.get(key))}: {reason}")
+    if config.llm.adapter.use:
+        check_adapter(config.adapter, method.name, needs, origin)
+
+
+def check_adapter(adapter: AdapterSpec, name: str, needs: Any, origin: Origin) -> None:
+    """Refuse an adapter that the method ``name`` cannot take, of a configuration or of a method made in Python.
+
+    Args:
+        needs: the requirements of the method with its hyperparameters.
+    Raises:
+        UserError: as of ``check_together``.
+    """
+    key, kind = "use_dora" if adapter.method == "lora" else "adapter_method", needs.adapter
+    halves = f"it has no halves A and B, which {name} works on; choose lora, or a method that averages adapters"
+    added = f"it does not add to a weight, as {name} takes it to do; choose {' or '.join(ADDED)} without use_dora"
+    fedlora = "federate.method = fedlora, which averages adapters of every kind"
+    for refused, reason in (
+        (kind == "lora" and adapter.method != "lora", f"{halves} of any kind"),
+        (kind in ("any", "lora", "optional") and not adapter.is_additive, f"{added}, or {fedlora}"),
+    ):
+        if refused:
+            origin.fail(f"llm.adapter.args.0.{key}", f"= {show(adapter.to_args()[key])}: {reason}")
 
 
 def conflicts_on(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
@@ -229,7 +252,5 @@ def _of_processes(config: Settings, keys: Mapping[str, Any]) -> Iterator[Conflic
         yield several and not distributed and value, key, "it needs one process; set federate.process_num 1"
     role, part, count = keys["distribute.role"], keys["distribute.data_idx"], config.federate.client_num
     yield distributed and role not in ("server", "client"), "distribute.role", "expected server or client"
-    parts = (
-        f"expected 1 to {count} (which part of the data this client holds), or -1 (all data that it reads are its own)"
-    )
+    parts = f"expected 1 to {count}, the client's part of the data; or -1, as all data that it reads are its own"
     yield distributed and role == "client" and part != -1 and not 1 <= part <= count, "distribute.data_idx", parts

@@ -94,8 +94,8 @@ def test_seeds_of_the_matrices_that_vera_does_not_send(tmp_path):
     [
         ({"use_dora": True}, "rolora", "use_dora = True: it does not add to a weight, as rolora takes it to do"),
         ({"use_dora": True}, "fedloru", "choose lora or lokr or loha without use_dora, or federate.method = fedlora"),
-        ({"adapter_method": "ia3"}, "fedloru", "adapter_method = ia3: it does not add"),
-        ({"adapter_method": "oft"}, "flora", "adapter_method = oft has no halves A and B"),
+        ({"adapter_method": "ia3"}, "fedloru", "adapter_method = 'ia3': it does not add"),
+        ({"adapter_method": "oft"}, "flora", "adapter_method = 'oft': it has no halves A and B"),
         ({"adapter_method": "ia3", "r": 4}, "fedlora", "r is no argument of adapter_method ia3"),
         ({"adapter_method": "vera", "alpha": 4}, "fedlora", "alpha is no argument of adapter_method vera"),
         ({"adapter_method": "verra"}, "fedlora", "adapter_method.*verra"),
@@ -107,3 +107,11 @@ def test_what_does_not_fit_is_refused(settings, args, method, said):
     adapter = [{"modules": ["query"], "layers": [1], **args}]
     with pytest.raises(UserError, match=said):
         fs_lowrank.run(load_config(settings, {"llm.adapter.args": adapter, "federate.method": method}), progress=False)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("federate: {client_num: 2}\nllm:\n  adapter:\n    args:\n    - adapter_method: oft\n")
+    said = "run.yaml, line 5: llm.adapter.args.0.adapter_method = 'oft': it has no halves A and B, which rolora"
+    with pytest.raises(UserError, match=said):
+        load_config(file, federate__method="rolora")

@@ -156,8 +156,8 @@ def test_numbers_and_sets_of_classes(settings, task_files, task, kind):
         ({"modules": ["query"]}, {}, "modules is no argument of adapter_method prompt"),
         ({"layers": [1]}, {}, "layers is no argument of adapter_method prompt"),
         ({"prefix_projection": True}, {}, "unknown key 'llm.adapter.args.0.prefix_projection'"),
-        ({}, {"federate.method": "rolora"}, "adapter_method = prompt has no halves A and B"),
-        ({}, {"federate.method": "fedloru"}, "adapter_method = prompt: it does not add to a weight"),
+        ({}, {"federate.method": "rolora"}, "adapter_method = 'prompt': it has no halves A and B"),
+        ({}, {"federate.method": "fedloru"}, "adapter_method = 'prompt': it does not add to a weight"),
         ({}, {"lowrank.save_merged": True}, "lowrank.save_merged = True: .* cannot be merged into weights"),
         (
             {},

@@ -262,7 +262,7 @@ def test_floras_downlink_grows_with_the_ranks_of_those_present(toy, federation):
 
 @pytest.mark.parametrize("name", ["rolora", "ffa_lora", "flexlora", "flora", "mfedloru"])
 def test_methods_on_the_halves_of_a_pair_need_lora(name):
-    with pytest.raises(UserError, match=f"adapter_method = loha has no halves A and B, which {name} works on"):
+    with pytest.raises(UserError, match=f"adapter_method = 'loha': it has no halves A and B, which {name} works on"):
         create_method(name, adapter=AdapterSpec(method="loha"), rounds=3)
 
 
