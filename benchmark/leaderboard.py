@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from fs_lowrank.draw.panels import Panel
 from fs_lowrank.errors import ROWS_LOGGER, counted
 from fs_lowrank.jobs.files import write_text
+from fs_lowrank.jobs.progress import steps
 from fs_lowrank.testing.bench import Bench, quietly
 
 from .conditions import interval_text
@@ -139,13 +141,13 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame, score: Score = ACC
     worst = runs.reindex(columns=[*RUN, WORST]).groupby(["method", "setting"])[WORST].mean().groupby("method").mean()
     equal, (multiples, reached) = equal_bytes(points), bytes_to_target(points, runs, score)
     rows = []
-    for method, by_setting in figures.items():
+    for method, by_setting in steps([*figures.items()], "measuring the server's steps"):
         median, number, config = medians.loc[method], len(by_method.groups[method]), by_method["config"].first()[method]
         settings = sum(figure.n > 0 for figure in by_setting.values())
         gaps, ratios = equal[method].dropna(), multiples.xs(method, level="method").dropna()
         notes = [f" in {counted(len(c), 'setting')}" if len(c) < settings else "" for c in (gaps, ratios)]
         lost = sum(len(figure.failed) for figure in by_setting.values())
-        distance = exactness(config["federate.method"], config)
+        distance = exactness(config["federate.method"], config.get("lowrank.tau"))
         multiple = "{:.2g}×, {:.2g}×".format(*ratios.median()) + f"{notes[1]}, " if len(ratios) else ""
         ends = sent.loc[method].agg(["min", "max"])
         dagger = " †" * any(figure.at_end for figure in by_setting.values())
@@ -259,7 +261,8 @@ def _span(low: float, high: float) -> str:
     return _rounded(low, 3) if math.isnan(low) or high < 1.02 * low else f"{_rounded(low, 3)} to {_rounded(high, 3)}"
 
 
-def exactness(method: str, keys: Mapping[str, Any]) -> float:
+@cache
+def exactness(method: str, tau: int | None = None) -> float:
     """How far the server's step is from the mean of the products that the clients have trained: the Frobenius norm of
     the difference, over that of the clients' mean change, over all adapted layers; the mean over rounds 2 to 12.
 
@@ -267,13 +270,12 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
     to unit vectors, for any method.
 
     Args:
-        keys: of a configuration; only ``lowrank.tau`` is used.
+        tau: ``lowrank.tau``, of a method that has it.
     """
-    overrides = {name: value for name, value in keys.items() if name == "lowrank.tau"}
     silent = mock.patch.object(logging.getLogger(ROWS_LOGGER), "disabled", True)
     with tempfile.TemporaryDirectory() as folder, quietly(folder), redirect_stderr(io.StringIO()), silent:
-        few = {"federate.total_round_num": 12, "train.local_update_steps": 4}
-        engine = Bench(folder).make("encoder", method, {**few, **overrides})
+        keys = {"federate.total_round_num": 12, "train.local_update_steps": 4}
+        engine = Bench(folder).make("encoder", method, keys if tau is None else {**keys, "lowrank.tau": tau})
         by_client, after_round, distances = dict[int, Tensor](), list[Tensor](), list[float]()
         upload = engine.method.upload
 

@@ -49,11 +49,11 @@ SUITE = """
 
 @pytest.mark.parametrize("method", ["ffa_lora", "rolora", "flora", "fedex_lora", "fedsvd", "ravan"])
 def test_these_methods_keep_the_mean_of_the_products(method):
-    assert exactness(method, {}) < 1e-5
+    assert exactness(method) < 1e-5
 
 
 def test_the_mean_of_factors_is_away_from_the_mean_of_products():
-    lora, cut = exactness("fedlora", {}), exactness("flexlora", {})
+    lora, cut = exactness("fedlora"), exactness("flexlora")
     assert 0.01 < cut < lora < 1
 
 
@@ -172,7 +172,7 @@ def test_a_clients_seconds_are_those_after_the_second_evaluation():
 
 
 def test_a_run_without_a_metric_is_in_no_median(monkeypatch):
-    monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, keys: 0.0)
+    monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, tau: 0.0)
     run = {**run_of("a", "fedlora", (10, 0.5), (20, 0.8)), **dict.fromkeys(MEASURED), "uplink_without_head": 2e3}
     runs = [{**run, "config": {"federate.method": "fedlora"}, "memory": of} for of in (3e11, 5e11, None)]
     assert table({"fedlora": {"a": Figure({0: 0.5})}}, pd.DataFrame(runs))[0]["worst tenth of clients"] == "–"
