@@ -53,7 +53,7 @@ class HetLoRA(RankedMethod):
     @classmethod
     def requires(cls, params):
         idle = {"lowrank.tail_penalty": "lowrank.prune = 1 leaves every rank as it is"} if params.prune == 1 else {}
-        return replace(super().requires(params), idle=idle, own_ranks=True, own_upload=False)
+        return replace(super().requires(params), idle=idle, own_ranks=params.prune < 1, own_upload=False)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
@@ -82,8 +82,8 @@ class HetLoRA(RankedMethod):
             return self.params.tail_penalty * tail
 
         def ended(model, steps, lr):
-            if self.tail(named_tensors(model, ("adapter",))) < start[0]:
-                self.shrinking.add(client)
+            smaller = self.tail(named_tensors(model, ("adapter",))) < start[0]
+            (self.shrinking.add if smaller else self.shrinking.discard)(client)
 
         return [Phase(train=self.shared, penalty=penalty, ended=ended)]
 

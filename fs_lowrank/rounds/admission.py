@@ -124,7 +124,7 @@ def at_own_ranks(tensors: Mapping[str, Tensor], sent: Any) -> dict[str, Tensor]:
     cut = dict(tensors)
     for b, a in pairs(tensors):
         down = sent.get(a) if isinstance(sent, Mapping) else None
-        if isinstance(down, Tensor) and down.ndim and len(down):
+        if isinstance(down, Tensor) and not down.is_nested and down.ndim and len(down):
             cut |= {b: tensors[b][:, : len(down)], a: tensors[a][: len(down)]}
     return cut
 

@@ -243,6 +243,24 @@ def test_hetlora_adds_the_norm_of_the_last_components_to_the_loss(toy, federatio
         assert phase.penalty(fed.copies[client]).item() == pytest.approx(0.1 * tail, rel=1e-5)
 
 
+def test_a_client_of_hetlora_that_trains_again_shrinks_by_its_last_training_alone(toy, federation):
+    fed = federation(toy.method("hetlora", ranks=(4,), prune=0.5), SIZES)
+    fed.round(1)
+
+    def train(factor):
+        (phase,) = fed.method.phases(2, 1)
+        phase.penalty(fed.copies[1])
+        tensors = adapter_of(fed.copies[1])
+        for _, a in pairs(tensors):
+            tensors[a].data[2:].mul_(factor)
+        phase.ended(fed.copies[1], 1, 0.1)
+
+    train(0.5)
+    assert fed.method.shrinking == {1}
+    train(4.0)  # once more, before it has sent anything
+    assert not fed.method.shrinking
+
+
 def test_hetloras_clients_shrink_where_their_last_components_do(toy, federation):
     fed = federation(toy.method("hetlora", ranks=(4, 3, 2), prune=0.5), SIZES)
     jump = fed.jump

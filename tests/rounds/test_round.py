@@ -19,8 +19,8 @@ from tests.servers import ledger_of
 A, B, HEAD = "m.lora_A.default.weight", "m.lora_B.default.weight", "classifier.weight"
 
 
-def ledger(method="fedlora", clients=4, **options):
-    made = create_method(method, adapter=AdapterSpec(r=2, lora_alpha=4), rounds=9)
+def ledger(method="fedlora", clients=4, params=None, **options):
+    made = create_method(method, adapter=AdapterSpec(r=2, lora_alpha=4), rounds=9, **(params or {}))
     drawn = torch.Generator().manual_seed(0)
     state = {A: torch.randn(2, 7, generator=drawn), B: torch.zeros(5, 2), HEAD: torch.zeros(3, 5)}
     return ledger_of(made, state, clients, **options)
@@ -121,8 +121,8 @@ def test_a_refusal_is_a_failure_of_one_client(change, reason):
     assert current.ledger.undone == {1: 2}, "it has been told"
 
 
-def answer(method, a, b):
-    current = Round(1, ledger(method), (1,))
+def answer(method, a, b, **params):
+    current = Round(1, ledger(method, params=params), (1,))
     deliver(current, 1)
     return current, current.take(1, sent(current, 1, **{A: a, B: b}))
 
@@ -148,6 +148,17 @@ def test_halves_of_a_smaller_rank_fit_together(a, b):
 def test_no_scalar_is_a_half_of_a_pair():
     current, admitted = answer("hetlora", torch.tensor(1.0), torch.ones(5, 1))
     assert not admitted and f"{A} has shape (), expected (2, 7)" in current.failed[0]["reason"]
+
+
+def test_no_nested_tensor_is_a_half_of_a_pair():
+    nested = torch.nested.as_nested_tensor([torch.ones(7), torch.ones(6)])
+    current, admitted = answer("hetlora", nested, torch.ones(5, 2))
+    assert not admitted and "expected a plain dense tensor" in current.failed[0]["reason"]
+
+
+def test_a_client_that_never_shrinks_sends_its_whole_rank():
+    current, admitted = answer("hetlora", torch.ones(1, 7), torch.ones(5, 1), prune=1.0)
+    assert not admitted and "has shape (1, 7), expected (2, 7)" in current.failed[0]["reason"]
 
 
 def test_a_client_of_hetlora_has_one_rank():
