@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from fs_lowrank.config import check_local, load_config
+from fs_lowrank.config import check_engine, check_local, load_config
 from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.methods import create_method, get_method_class, list_methods, requirements
 from fs_lowrank.settings import AdapterSpec, parse_overrides
@@ -127,6 +127,13 @@ def test_an_index_in_a_key(write):
         load_config(path, ["llm.adapter.args.2.r", "16"])
     with refused("unknown key 'seed.x'", "is a value"):
         make({"seed": 1, "seed.x": 2})
+
+
+def test_the_case_of_a_trainers_name_does_not_matter():
+    for engine in ("local", "federatedscope"):
+        check_engine(make({"trainer.type": "LLMTrainer"}), engine)
+        with refused("trainer.type = 'GraphTrainer'"):
+            check_engine(make({"trainer.type": "GraphTrainer"}), engine)
 
 
 @pytest.mark.parametrize(

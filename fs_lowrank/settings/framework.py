@@ -73,6 +73,9 @@ def treatment(name: str, engine: str, values: Mapping[str, object] | None = None
     """
     if values is not None and off_switch(name, values):
         return "no effect"
-    if within(name, FOLLOWED[engine]) or values and values[name] in SAME_AS_OURS.get(name, ()):
+    value = values[name] if values else None
+    if name == "trainer.type" and isinstance(value, str):
+        value = value.lower()  # as FederatedScope reads it
+    if within(name, FOLLOWED[engine]) or values and value in SAME_AS_OURS.get(name, ()):
         return "followed"
     return "no effect" if within(name, IDLE[engine]) else "refused"
