@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fs_lowrank.draw.panels import Panel
-from fs_lowrank.errors import ROWS_LOGGER, counted
+from fs_lowrank.errors import ROWS_LOGGER, UserError, counted
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.jobs.progress import steps
 from fs_lowrank.testing.bench import Bench, quietly
@@ -165,7 +165,7 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame, score: Score = ACC
                 "client, s": _rounded(median["client"]),
                 "server, ms": _rounded(median["aggregation"] * 1e3),
                 "memory, GB": _rounded(median["memory"] / 1e9),
-                "off the mean of the products": "exact" if distance < 1e-5 else f"{_rounded(100 * distance)} %",
+                "off the mean of the products": _off(distance),
             }
         )
     return rows
@@ -256,6 +256,11 @@ def _rounded(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{float(f'{value:.{digits}g}'):g}"
 
 
+def _off(distance: float) -> str:
+    """``exactness`` as text."""
+    return "exact" if distance < 1e-5 else "–" if math.isnan(distance) else f"{_rounded(100 * distance)} %"
+
+
 def _span(low: float, high: float) -> str:
     """Both ends of a range, or one number if they are nearly the same."""
     return _rounded(low, 3) if math.isnan(low) or high < 1.02 * low else f"{_rounded(low, 3)} to {_rounded(high, 3)}"
@@ -267,7 +272,7 @@ def exactness(method: str, tau: int | None = None) -> float:
     the difference, over that of the clients' mean change, over all adapted layers; the mean over rounds 2 to 12.
 
     Three clients with unequal data on a tiny encoder, rank 2 and alpha 4. The map of a layer is read from its answers
-    to unit vectors, for any method.
+    to unit vectors, for any method. NaN for a method that puts no adapter on the encoder, or is not for it.
 
     Args:
         tau: ``lowrank.tau``, of a method that has it.
@@ -275,7 +280,12 @@ def exactness(method: str, tau: int | None = None) -> float:
     silent = mock.patch.object(logging.getLogger(ROWS_LOGGER), "disabled", True)
     with tempfile.TemporaryDirectory() as folder, quietly(folder), redirect_stderr(io.StringIO()), silent:
         keys = {"federate.total_round_num": 12, "train.local_update_steps": 4}
-        engine = Bench(folder).make("encoder", method, keys if tau is None else {**keys, "lowrank.tau": tau})
+        try:
+            engine = Bench(folder).make("encoder", method, keys if tau is None else {**keys, "lowrank.tau": tau})
+        except UserError:  # it is for other models, or needs keys
+            return math.nan
+        if not len(_responses(engine.model)):
+            return math.nan
         by_client, after_round, distances = dict[int, Tensor](), list[Tensor](), list[float]()
         upload = engine.method.upload
 
@@ -308,7 +318,7 @@ def _responses(model: nn.Module) -> Tensor:
         for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
             units = torch.eye(layer.get_base_layer().in_features)
             answers.append((layer(units) - layer(torch.zeros_like(units))).double().flatten())
-    return torch.cat(answers)
+    return torch.cat(answers) if answers else torch.empty(0)
 
 
 def _draw(figures: Mapping[str, Figures], runs: pd.DataFrame, path: Path) -> None:

@@ -57,6 +57,15 @@ def test_the_mean_of_factors_is_away_from_the_mean_of_products():
     assert 0.01 < cut < lora < 1
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedhm", "dense"])
+def test_without_an_adapter_there_is_no_mean_of_products(method, monkeypatch):
+    assert math.isnan(exactness(method))
+    monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, tau: math.nan)
+    runs = [{**run_of("a", "fedlora", (10, 0.5), (20, 0.8)), **dict.fromkeys(MEASURED)}]
+    runs = pd.DataFrame([{**run, "config": {"federate.method": "fedlora"}} for run in runs])
+    assert table({"fedlora": {"a": Figure({0: 0.5})}}, runs)[0]["off the mean of the products"] == "–"
+
+
 def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv, monkeypatch, capsys):
     text = textwrap.dedent(SUITE).replace("MODEL", str(tiny_encoder)).replace("DATA", str(reviews_csv))
     (tmp_path / "leaderboard.yaml").write_text(text)
