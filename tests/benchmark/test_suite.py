@@ -205,6 +205,17 @@ def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
         plan(options(path))
 
 
+def test_methods_that_no_chosen_experiment_takes_are_named(write):
+    path = write("""
+        config: {data: {type: a.csv}, federate: {client_num: 2}}
+        methods: [rolora]
+        experiments: {open: {}, closed: {fixed_methods: true}}
+        """)
+    assert [j.experiment.name for j in plan(options(path, methods=("flora",)))] == ["open"]
+    with pytest.raises(UserError, match=r"--methods flora: .* of their own \(fixed_methods\): closed: rolora$"):
+        plan(options(path, methods=("flora",), only=("closed",)))
+
+
 def test_the_hash_depends_on_the_content_of_a_file_of_the_user(write, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
