@@ -224,11 +224,12 @@ def check_local(config: Config) -> None:
     check_engine(config, "local")
 
 
-def check_engine(config: Config, engine: str) -> None:
+def check_engine(config: Config, engine: str, further: Sequence[str] = ()) -> None:
     """Refuse values that an engine does not honour, and report every key without effect, before a run.
 
     Args:
         engine: local, federatedscope or flower.
+        further: what an engine of your own refuses beside, in words.
     Raises:
         UserError: the message lists the refused keys, with the reasons; or ``train.scheduler`` has a key or value that
             is not ours.
@@ -249,6 +250,6 @@ def check_engine(config: Config, engine: str) -> None:
         f"{name} = {show(value)}" + (f" (line {lines[name]})" if name in lines else "") + f": {why}"
         for name, value, why in refused
     ]
-    if listed:
+    if listed := [*listed, *further]:
         subject = f"federate.method = {config.federate.method} on engine={engine!r} does not honour"
         raise UserError(f"{file + ': ' if file else ''}{subject}; remove:\n  " + "\n  ".join(listed))

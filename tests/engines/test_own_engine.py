@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import fs_lowrank
+from fs_lowrank.config import check_engine
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.runs.folder import remove_run
 from tests.cases import FURTHER, VARIANTS, engine_cases, same_model, same_run
@@ -38,6 +39,14 @@ def engine(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield importlib.import_module("commands_engine")
     del sys.modules["commands_engine"]
+
+
+def test_what_the_engine_refuses_beside_is_named_with_the_other_keys():
+    (call,) = re.findall(r"`(check_engine\(config, .*\))`", PAGE.read_text(encoding="utf-8"))
+    names, keys = {"check_engine": check_engine}, {"federate.client_num": 2, "federate.method": "fedlora"}
+    eval(call, {**names, "config": fs_lowrank.load_config(keys)})
+    with pytest.raises(fs_lowrank.UserError, match="does not honour; remove:\n  federate.process_num: a command is"):
+        eval(call, {**names, "config": fs_lowrank.load_config(keys, {"federate.process_num": 2})})
 
 
 def test_a_client_whose_process_fails_is_left_out_of_its_round(engine, few, monkeypatch):
