@@ -51,12 +51,12 @@ def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> di
 
 
 def worst_tenth(values: Iterable[float], larger: bool) -> float:
-    """The mean of the worst tenth of ``values``, of one at least.
+    """The mean of the worst tenth of ``values``, of one at least; of losses NaN is the worst.
 
     Args:
         larger: whether larger values are better.
     """
-    ordered = sorted(values, reverse=not larger)
+    ordered = np.sort([*values])[:: 1 if larger else -1]
     return float(np.mean(ordered[: max(len(ordered) // 10, 1)]))
 
 

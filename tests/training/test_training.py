@@ -21,6 +21,7 @@ from fs_lowrank.settings import OPTIMIZERS as CONFIGURABLE
 from fs_lowrank.settings import AdapterSpec, Optimizer, Scheduler
 from fs_lowrank.settings.sections import Dataloader
 from fs_lowrank.training import evaluate, samples_trained, steps_taken, train_client
+from fs_lowrank.training.evaluate import worst_tenth
 from fs_lowrank.training.local import batch_indices, set_trainable
 from fs_lowrank.training.optimizer import check_optimizer, make_optimizer
 from fs_lowrank.training.schedule import lr_at, schedule_of
@@ -412,3 +413,11 @@ def test_derived_seeds_differ():
     }
     assert len(drawn) == 2 * 2 * 20 * 20 and all(0 <= d < 2**63 for d in drawn)
     assert derive(1, "train", 12) != derive(11, "train", 2) and derive(1, 23) == derive(1, 23)
+
+
+def test_a_loss_that_is_not_a_number_is_among_the_worst_tenth():
+    values = [*range(20)]
+    assert worst_tenth(values, larger=True) == 0.5 and worst_tenth(values, larger=False) == 18.5
+    for diverged in (0, 10, 19):
+        values = [math.nan if i == diverged else float(i) for i in range(20)]
+        assert math.isnan(worst_tenth(values, larger=False)) and math.isnan(worst_tenth(sorted(values), larger=False))
