@@ -140,7 +140,8 @@ def test_the_case_of_a_trainers_name_does_not_matter():
     "text, message",
     [
         ("lowrank:\n  1: 2\n", "line 2: unknown key lowrank.1: expected text"),
-        ("train:\n  off: 2\n", "line 1: unknown key train.False: expected text"),
+        ("train:\n  off: 2\n", "line 2: unknown key train.False: expected text"),
+        ("seed: 1\non: 2\n", "line 2: unknown key True: expected text"),
         ("seed: 1\nseed.x: 2\n", "line 2: unknown key 'seed.x': seed is a value (1), not a section"),
         ("data:\n  splits: [1]\n  splits.3: 0\n", "line 3: data.splits.3: data.splits is a list of 1"),
     ],

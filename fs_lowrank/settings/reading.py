@@ -131,6 +131,8 @@ def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, remai
             if name in lines:
                 raise UserError(f"{file}, line {line}: {name} is given twice; first in line {lines[name]}")
             lines[name] = line
+            if key.tag.endswith(":bool"):  # a bare off, which is False as a key
+                lines.setdefault(f"{prefix}{Loader.bool_values[key.value.lower()]}", line)
             _lines(value, name + ".", lines, file, remaining)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
