@@ -82,15 +82,17 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
     """
     page = root / f"{LEADERBOARD}{'_paper' if suite.size == 'paper' else ''}.md"
     figures, runs = collect(results, ACCURACY)
-    if not figures:
-        return []
-    _draw(figures, runs, page.with_suffix(".svg"))
     losses, language_runs = collect(results, LOSS)
+    if not (figures or losses):
+        return []
+    picture = page.with_suffix(".svg") if figures else None
+    if picture:
+        _draw(figures, runs, picture)
     tables = [table(figures, runs), parts(figures, runs), table(losses, language_runs, LOSS)]
     experiments = [experiment for experiment in results.values() if experiment.records]
     cells = [[[*rows[0]], *([*row.values()] for row in rows)] if rows else [] for rows in tables]
-    write_text(page, markdown("leaderboard", *cells, experiments, page.with_suffix(".svg").name))
-    return [page, page.with_suffix(".svg")]
+    write_text(page, markdown("leaderboard", *cells, experiments, picture and picture.name))
+    return [page, *([picture] if picture else [])]
 
 
 def collect(results: Mapping[str, ExperimentResults], score: Score) -> tuple[dict[str, Figures], pd.DataFrame]:
@@ -173,6 +175,8 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame, score: Score = ACC
 
 def parts(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, str]]:
     """A row for each method: its points against the base in each task, and in each division of data among clients."""
+    if not figures:
+        return []
     groups = {name: {*part["setting"]} for by in ("task", "clients") for name, part in runs.groupby(by, sort=False)}
 
     def of(method: str, group: set[str]) -> str:

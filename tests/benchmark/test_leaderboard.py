@@ -23,6 +23,7 @@ from benchmark.leaderboard import (
     exactness,
     gap,
     table,
+    write_leaderboard,
 )
 from benchmark.plan import jobs_of
 from benchmark.suite import load_suite
@@ -96,6 +97,29 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
     assert of["`ffa_lora`"]["off the mean of the products"] == "exact" and of["`fedlora`"]["settings, runs"] == "2, 4"
     assert "## Unequal ranks" in page and "flora" in page
     assert "| method | Two methods | 2 | 3 |" in page  # the points in the task, and in each setting
+
+
+def test_a_language_model_alone_has_a_page(tmp_path, monkeypatch):
+    runs = {"ffa_lora": 1.2, "fedlora": 1.4}
+    frame = pd.DataFrame(
+        [
+            {**run_of("a", name, (10, 2.0), (20, loss), score="val_loss"), **dict.fromkeys(MEASURED), "task": "t"}
+            | {"clients": "c", "config": {"federate.method": name}}
+            for name, loss in runs.items()
+        ]
+    )
+    losses = {name: {"a": Figure({0: loss})} for name, loss in runs.items()}
+    monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, tau: 0.0)
+    monkeypatch.setattr(
+        "benchmark.leaderboard.collect",
+        lambda results, score: (losses, frame) if score is LOSS else ({}, pd.DataFrame()),
+    )
+    suite = load_suite("leaderboard", "small")
+    assert write_leaderboard(suite, {}, tmp_path) == [tmp_path / "leaderboard.md"]
+    page = (tmp_path / "leaderboard.md").read_text()
+    assert "| `ffa_lora` | 1.200 | −0.200 |" in page and "![" not in page and "Points against LoRA**" not in page
+    monkeypatch.setattr("benchmark.leaderboard.collect", lambda results, score: ({}, pd.DataFrame()))
+    assert write_leaderboard(suite, {}, tmp_path) == []
 
 
 def test_gaps_without_a_spread_have_their_mean():
