@@ -316,9 +316,8 @@ def _add_time(usage: Estimate, workspace: Workspace, sizes: np.ndarray) -> None:
         if (examples := getattr(workspace.data, name)) is not None:
             sample = examples.select(np.arange(min(size, len(examples))))
             probed: dict[str, Any] = {"owner": f"{split} probed", "prefix": workspace.prefix, "reads": workspace.reads}
-            if workspace.prefix and workspace.prefix.budget.get(
-                split, True
-            ):  # a suite adds a test set that no run uses
+            # Of a test set that the run does not use, as a suite adds it.
+            if workspace.prefix and workspace.prefix.budget.get(split, True):
                 workspace.prefix.add(probed["owner"], sample)
             batch_scores(workspace.model, sample, size, **probed)  # the first pass fills caches, the model's too
             with _timed(workspace.device) as seconds:
