@@ -188,11 +188,11 @@ NOT_CODE = {
 #: room -> the most lines of code that it may have, and beside it where it is to go. A room that needs more says what
 #: another gives up; one that has got smaller keeps what it won
 BUDGETS = {
-    "settings, config, keys": 1722,  # 1,300
+    "settings, config, keys": 1746,  # 1,300
     "fs_lowrank.algebra": 424,  # 420
     "data, fetch": 2506,  # 2,200
     "fs_lowrank.models": 2864,  # 2,750
-    "fs_lowrank.methods": 2530,  # 1,850, and 1,500 more for the methods of the field
+    "fs_lowrank.methods": 2477,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 734,  # 700
     "fs_lowrank.rounds": 2222,  # 1,900
     "fs_lowrank.callbacks": 353,  # 400

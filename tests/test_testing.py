@@ -131,7 +131,9 @@ def test_wrong_use_is_named():
 @pytest.mark.more
 def test_hyperparameters_and_keys_reach_the_runs():
     start = {"llm.adapter.args.0.init_lora_weights": "pissa"}
-    with pytest.raises(AssertionError, match="pissa moves a part of the base into pairs of rank 3"):
+    with pytest.raises(
+        AssertionError, match="pissa': it moves a part of the base into the pair, and clients of smaller ranks"
+    ):
         check_method("flora", {"ranks": (1, 3, 2)}, keys=start, only="seed")
 
 

@@ -48,7 +48,7 @@ from ..models.names import all_tensors, named_tensors, select, tags
 from ..seeds import derive
 from ..settings import AdapterSpec, Origin
 from ..settings.conflicts import check_adapter
-from ..settings.parameters import params_defaults
+from ..settings.parameters import with_params
 from .robust import RobustMean
 from .terms import (
     TRAIN,
@@ -134,11 +134,9 @@ class Method(ABC):
         if not dataclasses.is_dataclass(self.params):
             name = type(self).__qualname__
             raise TypeError(f"{name}: hyperparameters of the type {type(self.params).__name__}, expected {name}.Params")
-        defaults = params_defaults(type(self))
         values = {f.name: getattr(self.params, f.name) for f in dataclasses.fields(self.params)}
-        changed = ", ".join(f"lowrank.{n} = {v}" for n, v in values.items() if n not in defaults or v != defaults[n])
-        method = f"{self.name} with {changed}" if changed else self.name
-        check_adapter(self.setting.adapter, self.name, self.needs, Origin())
+        method = with_params(type(self), values)
+        check_adapter(self.setting.adapter, self.setting.from_scratch, method, self.needs, Origin())
         if self.needs.rounds and self.setting.rounds is None:
             raise UserError(f"{method} needs the number of rounds: pass rounds=…")
         if self.setting.only_sums and not self.needs.sums:

@@ -19,15 +19,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from ..models.accumulated import accumulate_pair, add_accumulated
 from ..models.adapters import ACCUMULATED, base_weight_name, load_tensors
 from ..models.merging import check_products, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
 from ..settings import key
 from .base import Averaging, split_merges
-from .ranks import check_accumulated
 from .registry import register_method
+from .terms import beside_the_base
 
 
 @register_method("fedloru")
@@ -51,17 +50,8 @@ class FedLoRU(Averaging):
         # Accumulating at the end of the last round changes the model only if the pair then keeps its values.
         fewest = first if params.init == "momentum" else first + 1
         begins = {f"lowrank.{key}": (fewest, f"the first accumulation is at the end of round {first}")}
-        return replace(super().requires(params), changes_base=params.merge, idle=idle, begins=begins)
-
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        if not params.merge:
-            check_accumulated(setting, self.name)
-        if self.adapter.extra.get("lora_bias"):
-            raise UserError(
-                f"llm.adapter.args: lora_bias: {self.name} accumulates products of pairs, which hold no bias; "
-                "remove it, or choose another method"
-            )
+        needs = replace(super().requires(params), changes_base=params.merge, idle=idle, begins=begins)
+        return replace(needs, without=("lora_bias",)) if params.merge else beside_the_base(needs)
 
     def adapt(self, model):
         model = super().adapt(model)

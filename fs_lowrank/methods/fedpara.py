@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..errors import UserError
 from ..models.adapters import add_adapter, base_weight_name, module_of
 from ..models.names import all_tensors, select
 from ..seeds import derive
@@ -30,15 +29,10 @@ class FedPara(Averaging):
     source = "Nam et al., ICLR 2022"
     sends = "four factors of every adapted layer, six of a convolution"
 
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        if setting.adapter.method == "lokr" or setting.adapter.use_rslora:
-            option = "use_rslora = True" if setting.adapter.use_rslora else "adapter_method = lokr"
-            raise UserError(f"llm.adapter.args: {option}: {self.name} has the factors of loha; leave it out")
-
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), alone=True, float_base=True)
+        needs = super().requires(params)
+        return replace(needs, adapter="loha", without=("use_rslora",), alone=True, float_base=True)
 
     @property
     def adapter(self):

@@ -25,9 +25,9 @@ from ..models.merging import merge_pair
 from ..models.names import named_tensors, pairs
 from ..settings import key
 from .base import split_merges
-from .ranks import RankedMethod, RankedParams, check_accumulated
+from .ranks import RankedMethod, RankedParams
 from .registry import register_method
-from .terms import Tensors
+from .terms import Tensors, beside_the_base
 
 
 @register_method("flora")
@@ -45,14 +45,13 @@ class FLoRA(RankedMethod):
     @classmethod
     def requires(cls, params):
         idle = {"lowrank.max_kept_rank": "lowrank.merge is True"} if params.merge else {}
-        return replace(super().requires(params), changes_base=params.merge, idle=idle)
+        needs = replace(super().requires(params), changes_base=params.merge, idle=idle)
+        return needs if params.merge else beside_the_base(needs)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
         #: whether the accumulated products are exact
         self.exact = True
-        if not params.merge:
-            check_accumulated(setting, self.name)
 
     def adapt(self, model):
         model = super().adapt(model)

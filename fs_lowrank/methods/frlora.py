@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from ..algebra import signed
-from ..errors import UserError
 from ..models.adapters import load_tensors, module_of
 from ..models.merging import merge_pair
 from ..models.names import entries, entries_of, named_tensors, pairs, select
@@ -30,15 +29,8 @@ class FRLoRA(Merging, Averaging):
 
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), float_base=True)
-
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        if start := setting.adapter.moves_base:
-            raise UserError(
-                f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into the pair, as {self.name} "
-                "does itself; leave it out"
-            )
+        needs = super().requires(params)
+        return replace(needs, without=(*needs.without, "init_lora_weights"), float_base=True)
 
     def adapt(self, model):
         model = super().adapt(model)

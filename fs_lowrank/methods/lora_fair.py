@@ -22,8 +22,8 @@ from ..algebra import wide
 from ..models.names import pairs
 from ..settings import key
 from .base import Gathering
-from .ranks import check_one_rank
 from .registry import register_method
+from .terms import ONE_SCALE
 
 _CLOSED = "lowrank.loss is frobenius, whose minimum is computed at once"
 
@@ -46,11 +46,7 @@ class LoRAFAIR(Gathering):
     @classmethod
     def requires(cls, params):
         idle = {} if params.loss == "cosine" else dict.fromkeys(("lowrank.server_lr", "lowrank.server_steps"), _CLOSED)
-        return replace(super().requires(params), idle=idle)
-
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        check_one_rank(setting.adapter, self.name)
+        return replace(super().requires(params), without=ONE_SCALE, idle=idle)
 
     def aggregate(self, updates, state, round):
         message, weights = self.mean_of(updates), self.weights(updates)

@@ -1,10 +1,12 @@
 """For methods that average a pair and add further products to the base: what all of them need."""
 
+from dataclasses import replace
+
 from ..models.adapters import base_weight_name
 from ..models.merging import check_products
 from ..models.names import named_tensors, pairs
 from .base import Method
-from .ranks import check_one_rank
+from .terms import ONE_SCALE
 
 
 class Merging(Method):
@@ -12,9 +14,9 @@ class Merging(Method):
 
     shared = ("lora_A", "lora_B", "head")
 
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        check_one_rank(setting.adapter, self.name)
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), without=ONE_SCALE)
 
     def adapt(self, model):
         model = super().adapt(model)

@@ -18,16 +18,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import CannotContinue, UserError
+from ..errors import CannotContinue
 from ..models.adapters import load_tensors, module_of
 from ..models.heads import Heads
 from ..models.merging import check_products
 from ..models.names import all_tensors, entries, entries_of, named_tensors, pairs
 from ..settings import key
 from .base import Averaging
-from .ranks import check_one_rank
 from .registry import register_method
-from .terms import Phase, Tensors
+from .terms import ONE_SCALE, Phase, Tensors
 
 
 @register_method("ravan")
@@ -45,17 +44,12 @@ class Ravan(Averaging):
 
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), alone=True, own_upload=False)
+        without = (*ONE_SCALE, "init_lora_weights")
+        return replace(super().requires(params), without=without, alone=True, own_upload=False)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        check_one_rank(setting.adapter, self.name)
         self.heads = getattr(params, "heads", 1)
-        if start := setting.adapter.moves_base:
-            raise UserError(
-                f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into the pair, which starts "
-                f"with the bases of {self.name}; leave it out"
-            )
 
     @property
     def adapter(self):

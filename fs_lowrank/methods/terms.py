@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ Tensors = Mapping[str, Tensor]
 #: the exchange of a round in which clients train
 TRAIN = "train"
 #: which tensors are shared (``Requires.adapter``)
-Shares = Literal["none", "any", "every", "lora", "optional"]
+Shares = Literal["none", "any", "every", "lora", "loha", "optional"]
+#: the adapter's options that methods cannot take which compute a pair's scale from its rank and one alpha (``without``)
+ONE_SCALE = ("rank_pattern", "alpha_pattern", "lora_bias")
 
 
 def checked_tags(tags: Any, label: str) -> tuple[str, ...]:
@@ -38,8 +40,11 @@ class Requires:
 
     Attributes:
         adapter: which tensors are shared. ``any``: an adapter that is added to a weight; ``every``: also one that is
-            not; ``lora``: one with the halves A and B alone; ``none``: all weights; ``optional``: as ``any`` if
-            ``llm.adapter.use`` is True, otherwise all weights.
+            not; ``lora``: one with the halves A and B alone; ``loha``: LoHa in place of LoRA; ``none``: all weights;
+            ``optional``: as ``any`` if ``llm.adapter.use`` is True, otherwise all weights.
+        without: options of the adapter, in PEFT's names, that the method cannot take; of ``init_lora_weights``, the
+            values that move a part of the base into the pair.
+        pretrained: the base cannot be trained from scratch.
         tasks: the values of ``model.task`` that the method supports.
         sums: the server needs only the weighted sum of what clients send; secret sharing is then possible.
         validation: the server's step needs ``Method.workbench``.
@@ -64,6 +69,8 @@ class Requires:
     """
 
     adapter: Shares = "any"
+    without: tuple[str, ...] = ()
+    pretrained: bool = False
     tasks: tuple[str, ...] = TASKS
     sums: bool = False
     validation: bool = False
@@ -90,7 +97,12 @@ class Requires:
 
     def adapts(self, use: bool | None) -> bool:
         """Whether the shared tensors are an adapter if ``llm.adapter.use`` is ``use``."""
-        return self.adapter in ("any", "every", "lora") or self.adapter == "optional" and bool(use)
+        return self.adapter in ("any", "every", "lora", "loha") or self.adapter == "optional" and bool(use)
+
+
+def beside_the_base(needs: Requires) -> Requires:
+    """``needs`` of a method that keeps products beside the base instead of merging them (``lowrank.merge False``)."""
+    return replace(needs, adapter="lora", without=(*ONE_SCALE, "init_lora_weights"), pretrained=True)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,22 @@ from .adapter import ADDED, AdapterSpec
 from .check import keys_of
 from .metrics import CLIENTS, METRICS, measured, of_clients
 from .origin import Origin, show
+from .parameters import with_params
 from .schema import Settings
 from .sections import Lowrank, robust_needs
 
 #: whether the value of a key is refused, the key, and why. Those of all engines are asked for when a configuration is
 #: read, the others when it meets its engine
 Conflict = tuple[Any, str, str]
+
+
+#: of options of the adapter, what a method needs that cannot take them (``Requires.without``)
+_WITHOUT = {
+    "rank_pattern": "needs one rank for all layers",
+    "alpha_pattern": "needs one alpha for all layers",
+    "lora_bias": "computes with products of pairs, which hold no bias",
+    "init_lora_weights": "needs a base of which no part is moved into the pair",
+}
 
 
 def check_together(config: Settings, method: Any, needs: Any, origin: Origin) -> None:
@@ -35,27 +45,41 @@ def check_together(config: Settings, method: Any, needs: Any, origin: Origin) ->
         if refused:
             origin.fail(key, f"= {show(config.get(key))}: {reason}")
     if config.llm.adapter.use:
-        check_adapter(config.adapter, method.name, needs, origin)
+        name = with_params(method, config.method_params)
+        check_adapter(config.adapter, config.from_scratch, name, needs, origin)
 
 
-def check_adapter(adapter: AdapterSpec, name: str, needs: Any, origin: Origin) -> None:
-    """Refuse an adapter that the method ``name`` cannot take, of a configuration or of a method made in Python.
+def check_adapter(adapter: AdapterSpec, from_scratch: bool, name: str, needs: Any, origin: Origin) -> None:
+    """Refuse an adapter that a method cannot take, of a configuration or of a method made in Python.
 
     Args:
-        needs: the requirements of the method with its hyperparameters.
+        name: ``with_params`` of the method. needs: the requirements of the method with its hyperparameters.
     Raises:
         UserError: as of ``check_together``.
     """
-    key, kind = "use_dora" if adapter.method == "lora" else "adapter_method", needs.adapter
+    kind, options = needs.adapter, adapter.to_args() | {"init_lora_weights": adapter.moves_base}
+    additive = "use_dora" if adapter.method == "lora" else "adapter_method"
     halves = f"it has no halves A and B, which {name} works on; choose lora, or a method that averages adapters"
     added = f"it does not add to a weight, as {name} takes it to do; choose {' or '.join(ADDED)} without use_dora"
     fedlora = "federate.method = fedlora, which averages adapters of every kind"
-    for refused, reason in (
-        (kind == "lora" and adapter.method != "lora", f"{halves} of any kind"),
-        (kind in ("any", "lora", "optional") and not adapter.is_additive, f"{added}, or {fedlora}"),
-    ):
+    other, ranks = "leave it out, or choose another method", (adapter.r, *needs.ranks)
+    parts = needs.own_ranks or needs.ranks and min(needs.ranks) < max(ranks)
+    lacking = "it moves a part of the base into the pair, and clients of smaller ranks would lack some of it"
+    conflicts = [
+        (kind == "lora" and adapter.method != "lora", "adapter_method", f"{halves} of any kind"),
+        (kind in ("any", "lora", "loha", "optional") and not adapter.is_additive, additive, f"{added}, or {fedlora}"),
+        (kind == "loha" and adapter.method == "lokr", "adapter_method", f"{name} trains loha; leave it out"),
+        (parts and adapter.moves_base, "init_lora_weights", f"{lacking}; take gaussian, or one rank for all"),
+        *(
+            (options.get(option), option, f"{name} {_WITHOUT.get(option, 'cannot take it')}; {other}")
+            for option in needs.without
+        ),
+    ]
+    if from_scratch and needs.pretrained:
+        origin.fail("model.type", f"gives a model from scratch, and {name} keeps pairs beside a pre-trained base")
+    for refused, key, reason in conflicts:
         if refused:
-            origin.fail(f"llm.adapter.args.0.{key}", f"= {show(adapter.to_args()[key])}: {reason}")
+            origin.fail(f"llm.adapter.args.0.{key}", f"= {show(options[key])}: {reason}")
 
 
 def conflicts_on(config: Settings, engine: str) -> list[tuple[str, Any, str]]:

@@ -15,6 +15,17 @@ def params_defaults(cls: Any) -> dict[str, Any]:
     return {name: key.default for name, key in keys_of(cls.Params).items() if not key.required}
 
 
+def with_params(cls: Any, params: Mapping[str, Any]) -> str:
+    """The method's name, with its hyperparameters that are not at their default: ``flora with lowrank.merge = False``.
+
+    Args:
+        params: all hyperparameters.
+    """
+    defaults = params_defaults(cls)
+    changed = [f"lowrank.{n} = {value}" for n, value in params.items() if n not in defaults or value != defaults[n]]
+    return f"{cls.name} with {', '.join(changed)}" if changed else str(cls.name)
+
+
 def general_keys() -> list[str]:
     """The keys of ``lowrank`` that are not hyperparameters of a method."""
     return [name for name, key in keys_of(Lowrank).items() if not key.meta.get("open")]

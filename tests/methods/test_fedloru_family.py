@@ -86,7 +86,7 @@ def test_accumulation_rounds(toy, federation, schedule, rounds):
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"from_scratch": True}, "trained from scratch"),
+        ({"from_scratch": True}, "model.type gives a model from scratch, and fedloru with lowrank.merge = False keeps"),
         ({"adapter": AdapterSpec(method="loha")}, "loha"),
     ],
 )

@@ -269,6 +269,8 @@ def test_methods_on_the_halves_of_a_pair_need_lora(name):
 @pytest.mark.parametrize("name, params", [("flexlora", {}), ("flora", {}), ("fedloru", {"merge": False})])
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "lora_bias"])
 def test_methods_of_one_scale_refuse_another_by_layer(name, params, key):
-    with pytest.raises(UserError, match=f"llm.adapter.args: {key}: .*one alpha for all layers"):
+    with pytest.raises(
+        UserError, match=f"llm.adapter.args.0.{key} = .*: {name}.* (one (rank|alpha) for all layers|hold no bias)"
+    ):
         create_method(name, adapter=AdapterSpec(extra={key: {"query": 4}}), rounds=3, **params)
     create_method("fedlora", adapter=AdapterSpec(extra={key: {"query": 4}}))
