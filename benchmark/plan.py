@@ -38,16 +38,12 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
         for experiment in chosen(suite, options.only, extra):
             for job in jobs_of(suite, experiment, options, extra):
                 jobs.setdefault(job.key, job)
-    if not jobs and options.methods:
-        names = {e.name: [m.label for m in e.methods] for suite in suites for e in chosen(suite, options.only, extra)}
-        raise UserError(
-            f"--methods {','.join(options.methods)}: these experiments have methods of their own (fixed_methods): "
-            + "; ".join(f"{name}: {', '.join(labels)}" for name, labels in names.items())
-        )
     if not jobs:
+        methods = {e.name: [m.label for m in e.methods] for suite in suites for e in suite.experiments.values()}
         raise UserError(
-            f"{', '.join(options.suites)}: every experiment is extra, or every method of it; name one by --only, of "
-            f"{', '.join(name for suite in suites for name in suite.experiments)}, or a method by --methods"
+            f"{', '.join(options.suites)}: nothing to run; name what is extra by --only and --methods, and where an "
+            "experiment has fixed_methods, one of them: "
+            + "; ".join(f"{name}: {', '.join(labels)}" for name, labels in methods.items())
         )
     return list(jobs.values())
 

@@ -201,7 +201,7 @@ def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
         config: {data: {type: a.csv}, federate: {client_num: 2}}
         methods: [{method: flora, extra: true}]
         """)
-    with pytest.raises(UserError, match="or every method of it; name one by --only, of main, or a method by --methods"):
+    with pytest.raises(UserError, match="name what is extra by --only and --methods, .*: main: flora$"):
         plan(options(path))
 
 
@@ -212,7 +212,7 @@ def test_methods_that_no_chosen_experiment_takes_are_named(write):
         experiments: {open: {}, closed: {fixed_methods: true}}
         """)
     assert [j.experiment.name for j in plan(options(path, methods=("flora",)))] == ["open"]
-    with pytest.raises(UserError, match=r"--methods flora: .* of their own \(fixed_methods\): closed: rolora$"):
+    with pytest.raises(UserError, match="where an experiment has fixed_methods, one of them: .*closed: rolora$"):
         plan(options(path, methods=("flora",), only=("closed",)))
 
 
