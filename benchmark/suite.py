@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import UserError, declared
-from fs_lowrank.errors import nearest
+from fs_lowrank.errors import nearest, user_errors
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
 from fs_lowrank.settings.reading import read_packaged
@@ -360,12 +360,7 @@ def import_all(modules: Sequence[str]) -> None:
     from importlib import import_module
 
     sys.path.extend({os.getcwd()} - {*sys.path})  # `python -m` has it, an installed command does not
+    remedy = "it must be installed, or lie in the folder that the command is started in"
     for name in modules:
-        try:
+        with user_errors(f"imports: {name}", remedy):
             import_module(name)
-        except ImportError as error:
-            raise UserError(
-                f"imports: {name}: {error}; it must be installed, or lie in the folder that the command is started in"
-            ) from error
-        except Exception as error:  # a user's module may raise any error
-            raise UserError(f"imports: {name}: {type(error).__name__}: {error}") from error
