@@ -54,7 +54,7 @@ def work(job: Job) -> dict:
     """Run a job in a worker process, in which SIGTERM raises ``KeyboardInterrupt``.
 
     Returns:
-        Its result; the kind and the text of its error, with ``status`` failed; nothing if it was interrupted: the next
+        Its result; the text of its error, with ``status`` failed; nothing if it was interrupted: the next
         call continues from its checkpoint.
     Raises:
         RunFailed: the disk is full or broken, so that no other job could run either.
@@ -68,7 +68,7 @@ def work(job: Job) -> dict:
         if broken := disk_error(error):
             raise RunFailed(f"{job.where}: {job.label}: {broken}") from error
         logging.getLogger("fs_lowrank").error("%s: %s failed: %s", job.where, job.label, message_of(error, job.folder))
-        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
+        return {"status": "failed", "error": str(error)}
 
 
 def execute(job: Job) -> dict:
@@ -352,9 +352,7 @@ def _script(job: Script) -> dict:
     process = subprocess.run(argv, env=environment, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     if process.returncode:
         message = (process.stderr.strip() or "nothing").splitlines()[-1]
-        # A last line that begins with "error: " is the message of the script itself.
-        kind = RunFailed if message.startswith("error: ") else RuntimeError
-        raise kind(f"{job.label} ended with {process.returncode}: {message.removeprefix('error: ')}")
+        raise RunFailed(f"{job.label} ended with {process.returncode}: {message.removeprefix('error: ')}")
     remedy = f"{job.experiment.script} wrote it"
     documents = {path.stem: read_json(path, dict | list, remedy=remedy) for path in sorted(folder.glob("*.json"))}
     if not documents:

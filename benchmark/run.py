@@ -30,7 +30,6 @@ _DEATHS = 2
 UNREADABLE = {"error": "its record cannot be read"}
 _DIED = {
     "status": "failed",
-    "kind": "died",
     "error": f"the process that ran it died {_DEATHS} times, out of memory perhaps; try fewer --workers, or a smaller "
     "batch",
 }
@@ -151,7 +150,7 @@ class Board:
                 if job.search.done(self.store) and not job.done(self.store):  # it has failed in this call
                     failed = self.store.read("failed", job.search.key) or UNREADABLE
                     error = f"the search of its learning rate failed: {failed['error']}"
-                    self._write(job, {"status": "failed", "kind": "search", "error": error})
+                    self._write(job, {"status": "failed", "error": error})
                 continue
             if ready.key in self.running or ready.done(self.store) or (lock := self.store.claim(ready.key)) is None:
                 continue
