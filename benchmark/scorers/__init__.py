@@ -64,11 +64,7 @@ def parse(spec: Mapping, origin: Origin | None = None, at: str = "evaluation"):
     origin = origin or Origin()
     if not isinstance(spec, Mapping) or "scorer" not in spec:
         origin.wrong(at, spec, f"a mapping with the key 'scorer', one of {', '.join(SCORERS)}")
-    module = scorer(check_value(f"{at}.scorer", spec["scorer"], Key(str, {"choices": tuple(SCORERS)}), origin))
+    name = check_value(f"{at}.scorer", spec["scorer"], Key(str, {"choices": tuple(SCORERS)}), origin)
+    module = import_module(f"{__package__}.{SCORERS[name]}")
     checked = check_keys(spec, {"scorer": Key(str), **keys_of(module.Options)}, origin, at)
     return module, module.Options(**{key: value for key, value in checked.items() if key != "scorer"})
-
-
-def scorer(name: str):
-    """The module of a scorer."""
-    return import_module(f"{__package__}.{SCORERS[name]}")

@@ -331,7 +331,6 @@ def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, m
             {"scorer": "generate", "tasks": ["arc_eazy"]},
             "tasks = 'arc_eazy': .*; did you mean 'arc_easy'",
         ),
-        ({"scorer": "generate", "tasks": ["arc_easy", "ARC-Easy"]}, "scored twice"),
         ({"scorer": "lm_eval", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
         ({"scorer": "lm_eval", "tasks": ["piqa"], "num_fewshot": 2}, "piqa with num_fewshot 2 needs examples"),
         ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code; for HumanEval"),
