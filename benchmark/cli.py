@@ -93,16 +93,12 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
 
     if args.engine not in list_engines():
         raise UserError(f"--engine {args.engine}: no such engine{among(list_engines(), args.engine)}")
-    methods = shell.names(args.methods)
-    if duplicate := next((name for name in methods if methods.count(name) > 1), None):
-        raise UserError(f"--methods {args.methods}: {duplicate} is named twice; its runs would count twice")
     data = os.path.abspath(os.path.expanduser(args.data)) if args.data else ""
     if data and not os.path.isdir(data):
         raise UserError(f"--data {args.data}: there is no such folder")
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options) if field.name in args}
-    return Options(
-        **{**values, "suites": tuple(suites), "data": data, "only": shell.names(args.only), "methods": methods}
-    )
+    listed = {name: shell.names(getattr(args, name)) for name in ("only", "methods")}
+    return Options(**{**values, **listed, "suites": tuple(suites), "data": data})
 
 
 def _list(args: argparse.Namespace) -> None:

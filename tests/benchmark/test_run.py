@@ -653,7 +653,6 @@ def test_wrong_use(inside, capsys):
         (["run", "gleu"], "did you mean 'glue'"),
         (["report", "analysis", "--results", "none"], "run a suite first: fs-lowrank benchmark run analysis"),
         (["run", "glue", "--only", "sst"], "no such experiment; did you mean 'sst2'"),
-        (["report", "glue", "--methods", "rolora,fedlora,rolora"], "rolora is named twice; its runs would count twice"),
         (["run", "glue", "--workers", "0"], "--workers: '0'"),
         (["run", "glue", "--engine", "locl"], "'local'"),
         (["run", "glue", "--data", "nowhere"], "there is no such folder"),
