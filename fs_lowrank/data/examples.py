@@ -13,6 +13,8 @@ from fs_lowrank.data.labels import bits
 from fs_lowrank.data.ragged import Ragged
 
 _CHUNK = 1 << 12
+#: the type of token ids, of which there may be very many
+TOKENS = np.int32
 
 IGNORED_LABEL = -100
 """The label of a token without loss: the ``ignore_index`` of PyTorch's cross entropy."""
@@ -49,10 +51,7 @@ class Examples:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        self.columns = {
-            name: rows if isinstance(rows, Ragged) else Ragged.of(rows).narrowed()
-            for name, rows in self.columns.items()
-        }
+        self.columns = {name: Ragged.of(rows, TOKENS) for name, rows in self.columns.items()}
         if self.labels is not None:
             self.labels = np.asarray(self.labels)
             self.labels = self.labels.astype(np.float32 if self.labels.dtype.kind == "f" else np.int64)

@@ -36,12 +36,12 @@ class Ragged(Sequence[np.ndarray]):
         self.starts = np.cumsum(self.lengths) - self.lengths
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int] | np.ndarray]) -> Ragged:
-        """From rows of integers, copied into int64; a ``Ragged`` is returned unchanged."""
+    def of(cls, rows: Iterable[Sequence[int] | np.ndarray], dtype: type = np.int64) -> Ragged:
+        """From rows of integers, copied into ``dtype``; a ``Ragged`` is returned unchanged."""
         if isinstance(rows, Ragged):
             return rows
-        arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-        return cls(np.concatenate(arrays) if arrays else np.empty(0, np.int64), np.array([len(a) for a in arrays]))
+        arrays: list[np.ndarray] = [np.asarray(row, dtype) for row in rows]
+        return cls(np.concatenate(arrays) if arrays else np.empty(0, dtype), np.array([len(a) for a in arrays]))
 
     @classmethod
     def join(cls, parts: Iterable[Ragged]) -> Ragged:
@@ -84,10 +84,3 @@ class Ragged(Sequence[np.ndarray]):
         """For each row, the sum of ``summands[value]`` over its values, int64."""
         totals = np.concatenate([[0], np.cumsum(summands[self.values], dtype=np.int64)])
         return totals[self.starts + self.lengths] - totals[self.starts]
-
-    def narrowed(self) -> Ragged:
-        """The same rows in 32 bits, if their values fit; else as they are."""
-        bounds = np.iinfo(np.int32)
-        if self.values.size and not bounds.min <= self.values.min() <= self.values.max() <= bounds.max:
-            return self
-        return Ragged(self.values.astype(np.int32, copy=False), self.lengths)

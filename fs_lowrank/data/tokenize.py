@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.algebra import digest
-from fs_lowrank.data.examples import IGNORED_LABEL, Examples
+from fs_lowrank.data.examples import IGNORED_LABEL, TOKENS, Examples
 from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.data.template import ends, is_custom, prompted
 from fs_lowrank.errors import UserError, say_once, user_errors
@@ -112,7 +112,7 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
         encoded = tokenizer(*texts, truncation=True, max_length=max_len, padding=False, return_attention_mask=False)
         for name in ("input_ids", "token_type_ids"):
             if name in encoded:
-                columns.setdefault(name, []).append(Ragged.of(encoded[name]).narrowed())
+                columns.setdefault(name, []).append(Ragged.of(encoded[name], TOKENS))
         full = [i for i, row in enumerate(encoded["input_ids"]) if len(row) == max_len]
         if full:
             complete = tokenizer(*([column[i] for i in full] for column in texts), **_IDS_ALONE)
@@ -225,8 +225,8 @@ def _encoded(
         encoded = [encode(*ids) for ids in zip(_ids(tokenizer, prompts), _ids(tokenizer, answers), strict=True)]
         retained[rows] = [example is not None for example in encoded]
         examples = [example for example in encoded if example is not None]
-        columns["input_ids"].append(Ragged.of([ids for ids, _, _ in examples]).narrowed())
-        columns["labels"].append(Ragged.of([labels for _, labels, _ in examples]).narrowed())
+        columns["input_ids"].append(Ragged.of([ids for ids, _, _ in examples], TOKENS))
+        columns["labels"].append(Ragged.of([labels for _, labels, _ in examples], TOKENS))
         truncated += sum(cut for _, _, cut in examples)
     return Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated, paired=paired), retained
 
