@@ -19,12 +19,13 @@ from torch import nn
 
 from .config import Config, load_config
 from .data import CAUSAL_LM, RawData, load_raw
+from .data.files import require_columns
 from .data.sources import data_args
 from .data.stored import is_saved
 from .data.tables import conversation_column
 from .data.template import SYNONYMS
 from .data.user_data import stem_of, train_table
-from .errors import UserError, nearest
+from .errors import UserError
 from .models.adapters import layer_stack, target_modules
 from .models.build import build_skeleton, build_tokenizer
 from .settings import AdapterSpec
@@ -168,9 +169,7 @@ def _columns(setup: Setup, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
     named, available = {role: column for role, column in setup.columns.items() if column}, [str(c) for c in table]
     listed = ", ".join(available)
     for role, column in named.items():
-        if column not in table:
-            hint = nearest(column, available)
-            raise UserError(f"{role}={column!r}: {setup.data} has no such column{hint}; there are: {listed}")
+        require_columns(f"{role}={column!r}: {setup.data}", table, [column])
     language, classes = named.keys() & SYNONYMS.keys(), named.keys() & _USUAL.keys()
     if language and classes:
         raise UserError(

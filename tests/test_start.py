@@ -173,7 +173,7 @@ def test_columns_of_any_name(at, tiny_encoder):
         (
             make_reviews(60),
             {"text": "txt"},
-            "text='txt': .* no such column; did you mean 'text'.*there are: text, label",
+            "text='txt': .* no column 'txt'; did you mean 'text'.*there are: text, label",
         ),
         (
             make_reviews(60).assign(label=0.25),

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,22 @@ def natural(name: str) -> tuple[list[str | int], str]:
     """A key to sort names by, with the numbers in them compared as numbers: ``client_2`` before ``client_10``."""
     parts = re.split("([0-9]+)", name)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
+
+
+def require_columns(where: str | Path, columns: Collection[Any], names: Iterable[str], advice: str = "") -> None:
+    """Raise ``UserError`` if one of ``names`` is not among the ``columns`` of a table.
+
+    Args:
+        where: the name of the table, for the message. columns: a table, or a mapping by their names.
+        advice: what the user can do, for the message.
+    """
+    for name in names:
+        if name not in columns:
+            present = [str(column) for column in columns]
+            raise UserError(
+                f"{where}: no column {name!r}{nearest(name, present)}{advice and f'; {advice}'}; there are: "
+                f"{', '.join(present) or 'none'}"
+            )
 
 
 def as_text(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fs_lowrank.data.files import natural
+from fs_lowrank.data.files import natural, require_columns
 from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.settings import Origin, check_keys, keys_of
@@ -369,11 +369,7 @@ def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
         values = np.asarray(rows.labels)
     else:
         field = field or "category"
-        if field not in rows.fields:
-            raise UserError(
-                f"the data have no column {field!r} to divide by{nearest(field, rows.fields)}; "
-                f"there are: {', '.join(map(str, rows.fields)) or 'none'}"
-            )
+        require_columns("data.splitter: the data to divide", rows.fields, [field])
         # As text, since a column may have mixed types that cannot be sorted.
         values = np.array([str(value) for value in rows.fields[field]])
     kinds, inverse = np.unique(values, return_inverse=True)

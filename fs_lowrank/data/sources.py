@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.data.files import read_table, read_tsv
+from fs_lowrank.data.files import read_table, read_tsv, require_columns
 from fs_lowrank.data.framework_sets import SETS, read_set
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, read_folder, read_image_set
 from fs_lowrank.data.stored import frame_of, silent
@@ -37,7 +37,6 @@ from fs_lowrank.data.tables import (
     count_skipped,
     instructions,
     labelled,
-    require_columns,
 )
 from fs_lowrank.data.template import check_template
 from fs_lowrank.data.user_data import (

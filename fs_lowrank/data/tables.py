@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.data.files import NESTED, as_text, as_texts
+from fs_lowrank.data.files import NESTED, as_text, as_texts, require_columns
 from fs_lowrank.data.labels import (
     check_lists,
     coded,
@@ -26,7 +26,7 @@ from fs_lowrank.data.labels import (
     without_label,
 )
 from fs_lowrank.data.template import SYNONYMS, is_custom, prompted, prompts
-from fs_lowrank.errors import UserError, counted, nearest, say_once
+from fs_lowrank.errors import UserError, counted, say_once
 
 CLASSIFICATION = "classification"
 REGRESSION = "regression"
@@ -344,13 +344,6 @@ def distinct(columns: Iterable[tuple[str, str | None]]) -> None:
             raise UserError(f"data.args: {roles[column]} and {role} are the same column {column!r}; name one for each")
         if column is not None:
             roles[column] = role
-
-
-def require_columns(where: str | Path, table: pd.DataFrame, columns: list[str]) -> None:
-    for column in columns:
-        if column not in table:
-            present = [str(name) for name in table]
-            raise UserError(f"{where}: no column {column!r}{nearest(column, present)}; there are: {', '.join(present)}")
 
 
 def several_classes(labels: pd.Series, where: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from fs_lowrank.data.files import as_texts
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.data.files import as_texts, require_columns
+from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin
 
 #: forms that have a name
@@ -98,7 +98,6 @@ def prompts(
     Raises:
         UserError: a field that is no column; the message names the nearest.
     """
-    columns = [str(column) for column in table]
     texts: list[str | pd.Series] = []
     used = set()
     parts, ending = _parsed(args["template"])
@@ -107,12 +106,8 @@ def prompts(
         if name is None or index == len(parts) and not answered:  # the text ends with a brace, or before the answer
             continue
         candidates = [args[name]] if name in SYNONYMS and args.get(name) else [name, *SYNONYMS.get(name, ())]
-        column = next((c for c in candidates if c in table), None)
-        if column is None:
-            listed = ", ".join(columns)
-            raise UserError(
-                f"{where}: data.args: template: no column {name!r}{nearest(name, columns)}; there are: {listed}"
-            )
+        column = next((c for c in candidates if c in table), candidates[0])
+        require_columns(f"{where}: data.args: template", table, [column])
         used.add(column)
         texts.append(as_texts(where, column, table[column]))
     answer = texts.pop() if answered else "x"

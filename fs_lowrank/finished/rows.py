@@ -12,6 +12,7 @@ import pandas as pd
 
 from ..data import CAUSAL_LM, Examples
 from ..data.duplicates import row_keys
+from ..data.files import require_columns
 from ..data.framework_sets import SETS, worded
 from ..data.objects import as_table
 from ..data.sources import data_args, framework_set
@@ -19,10 +20,13 @@ from ..data.tables import MULTI_LABEL, REGRESSION, conversation_column, instruct
 from ..data.template import SYNONYMS, is_custom
 from ..data.tokenize import tokenize_classification, tokenize_instructions
 from ..data.user_data import SUFFIXES, read_file
-from ..errors import UserError, nearest, say_once
+from ..errors import UserError, say_once
 from ..runs.split import ROWS, read_split
 from ..settings import Origin
 from .run import FinishedRun
+
+#: for a missing column, with its role
+_ADVICE = "name it with {}='COLUMN'"
 
 
 @dataclass
@@ -82,22 +86,13 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
     return replace(rows, table=data if isinstance(data, pd.DataFrame) else table)
 
 
-def _require(where: str, table: pd.DataFrame, role: str, name: str) -> None:
-    if name not in table:
-        available = [str(c) for c in table]
-        raise UserError(
-            f"{where}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, available)}; "
-            f"name it with {role}='COLUMN'; there are: {', '.join(available)}"
-        )
-
-
 def _labelled(
     run: FinishedRun, where: str, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], answered: bool
 ) -> Rows:
     texts = {role: name for role in ("text", "text_pair") if (name := names.get(role))}
     label = "label" if flags else str(names["label"])
     for role, name in (texts | ({} if flags or not answered else {"label": label})).items():
-        _require(where, table, role, name)
+        require_columns(where, table, [name], _ADVICE.format(role))
     wanted = {*texts.values(), *(flags or [label])} if answered else {*texts.values()}
     frame = table[[name for name in table if name in wanted]]
     if not answered:  # a column of fillers, whose name no column of the frame has
@@ -116,7 +111,8 @@ def _labelled(
 def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:
     if not is_custom(args.get("template", "auto")) and not conversation_column(table):
         for role in ("instruction", "output")[: 1 + labelled]:
-            _require(where, table, role, args.get(role) or next((n for n in SYNONYMS[role] if n in table), role))
+            name = args.get(role) or next((n for n in SYNONYMS[role] if n in table), role)
+            require_columns(where, table, [name], _ADVICE.format(role))
     columns = {name: value for name, value in args.items() if name != "category"}
     frame, _, left_out = instructions(table, where, columns, answered=labelled)
     positions = frame.index.to_numpy()

@@ -87,7 +87,10 @@ def test_a_table_in_memory_is_read_as_the_file_is(runs, test_rows, tmp_path):
     [
         (3, "data = int: expected a datasets.Dataset, a DataFrame"),
         (pd.DataFrame({"text": [], "label": []}), "no rows"),
-        (pd.DataFrame({"texts": ["good"], "label": [1]}), "no column 'text', which is the text; did you mean 'texts'"),
+        (
+            pd.DataFrame({"texts": ["good"], "label": [1]}),
+            "no column 'text'; did you mean 'texts'?; name it with text='COLUMN'",
+        ),
         (
             pd.DataFrame({"text": ["good"], "label": [7]}),
             "data, row 1: label 7 does not occur in training",
@@ -215,7 +218,8 @@ def test_a_pair_is_read_as_the_run_read_it(pairs, tmp_path, capsys):
         first, second = list(table)[0], next(c for c in table if c in ("text_pair", "sentence2"))
         table.drop(columns=second).to_csv(tmp_path / "alone.csv", index=False)
         assert cli.main(["predict", str(result.outdir), "--data", str(tmp_path / "alone.csv")]) == 2
-        assert f"no column {second!r}, which is the text pair" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert f"no column {second!r}" in err and "name it with --text-pair COLUMN" in err
         table.rename(columns={second: "other"}).to_csv(tmp_path / "other.csv", index=False)
         named = read_rows(run, tmp_path / "other.csv", {"text_pair": "other"})
         assert len(named.examples) == len(table) and first in table
