@@ -129,14 +129,10 @@ def partition(
     function = PARTITIONERS[name]
     args = check_keys(args or {}, keys_of(function, 3), origin, "data.splitter_args.0")
     floor = args.get("min_size") or 1
-    if num_clients > rows.size:
+    if floor * num_clients > rows.size:
         raise UserError(
-            f"{num_clients} clients cannot share {rows.size} training rows: every client needs at least one; "
-            "lower federate.client_num or use more data"
-        )
-    if (needed := floor * num_clients) > rows.size:
-        raise UserError(
-            f"min_size {floor} for each of {num_clients} clients needs {needed} rows; there are {rows.size}"
+            f"{num_clients} clients cannot share {rows.size} training rows: every client needs at least {floor}; "
+            "lower federate.client_num (or min_size), or use more data"
         )
     parts = Ragged.of(function(rows, int(num_clients), rng, **args))
     everything = parts.values

@@ -209,7 +209,7 @@ def test_summary():
         ("lda", 2, {"alpha": 0}, "splitter_args.0.alpha = 0: expected a number, above 0"),
         ("lda", 2, {"alpha": float("nan")}, "alpha = nan: expected a number"),
         ("field", 3, {"field": "domain", "size_alpha": 0}, "size_alpha = 0: expected a number or nothing, above 0"),
-        ("lda", 30, {"min_size": 10}, "needs 300 rows; there are 200"),
+        ("lda", 30, {"min_size": 10}, "30 clients cannot share 200 training rows: every client needs at least 10"),
         (
             "mixture",
             3,
