@@ -108,16 +108,16 @@ IMAGE_SETS: dict[str, dict[str, Any]] = read_packaged(__package__, "image_sets.y
 _READERS = {"idx": _read_idx, "cifar": _read_cifar, "svhn": _read_svhn}
 
 
-def read_image_set(name: str, root: Path, home: str | Path | None = None) -> RawData:
+def read_image_set(name: str, root: Path) -> RawData:
     """Read the data set ``name`` of ``IMAGE_SETS``.
 
     Args:
-        root: folder to search before the folder of fetched data (``home``).
+        root: folder to search before the folder of fetched data.
     Raises:
         UserError: files are missing, truncated or invalid; the message names the file and the remedy.
     """
     spec = IMAGE_SETS[name]
-    fetched = usable(name, home)
+    fetched = usable(name)
     folders = [*(root / folder for folder in spec["folders"]), *([fetched] if fetched else [])]
     folders += map(Path, spec.get("more", ()))
     listed: dict[str, list[str]] = spec["files"]

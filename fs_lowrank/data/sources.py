@@ -85,25 +85,22 @@ def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] |
 Args = Callable[..., dict[str, Any]]
 
 
-def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | None = None, task: str = "") -> RawData:
+def load_raw(data_cfg: Any, *, origin: Origin | None = None, task: str = "") -> RawData:
     """Load the data set ``data_cfg.type``.
 
     Args:
         data_cfg: has ``type``, ``root`` and ``args``.
-        home: folder of fetched data; see ``fs_lowrank.fetch.home``.
         origin: origin of ``data_cfg``, for messages.
         task: ``model.task``, which decides whether labels are classes, numbers or sets of classes.
 
     Raises:
         UserError: unknown name, missing or malformed file, missing column or label, or a single class.
     """
-    name = str(data_cfg.type or "").strip()
 
     def args(*only: str) -> dict[str, Any]:
         return data_args(data_cfg, origin, only)
 
-    root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
-    stem, provider = _split_name(name, root)
+    root, stem, provider = _located(data_cfg)
     if provider == "glue":
         return _glue(stem, root, args)
     if provider == "huggingface_datasets":
@@ -119,21 +116,21 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
     if provider:
         raise UserError(
-            f"unknown provider {provider!r} in data.type {name!r}{nearest(provider, PROVIDERS)}; "
+            f"unknown provider {provider!r} in data.type {data_cfg.type!r}{nearest(provider, PROVIDERS)}; "
             f"there are: {', '.join(PROVIDERS)}"
         )
     if stem not in FETCHED and is_files(under(root, stem)):
         return read_user_files(under(root, stem), data_args(data_cfg, origin), args, None, task)
     if stem in FETCHED:
-        return FETCHED[stem](args, home)
+        return FETCHED[stem](args)
     if stem.lower() in IMAGE_SETS:
         args()
-        return read_image_set(stem.lower(), root, home)
+        return read_image_set(stem.lower(), root)
     if stem and under(root, stem).is_dir():
         return read_folder(under(root, stem), args(*FOLDER_ARGS))
     valid_names = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
-        f"unknown data.type {name!r}{nearest(name, valid_names)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
+        f"unknown data.type {stem!r}{nearest(stem, valid_names)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
         f"NAME@glue and NAME@huggingface_datasets ({', '.join(GLUE)}), a file ending with {', '.join(SUFFIXES)}, "
         f"a folder of save_to_disk, or one of class folders with images (there is none at {under(root, stem)})"
     )
@@ -142,26 +139,27 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
 PROVIDERS = ("glue", "huggingface_datasets", "llm")
 
 
-def _split_name(name: str, root: Path) -> tuple[str, str]:
-    """Split ``data.type`` into name and provider (``""`` without one); the path of a file may also contain ``@``."""
+def _located(data_cfg: Any) -> tuple[Path, str, str]:
+    """``data.root``; and of ``data.type`` name and provider (``""`` without one), as a path may contain ``@``, too."""
+    name, root = str(data_cfg.type or "").strip(), Path(str(data_cfg.root or "")).expanduser()
     stem, _, provider = name.rpartition("@")
     is_path = "/" in provider or provider.lower().endswith(SUFFIXES) or "@" in name and under(root, name).exists()
-    return (name, "") if is_path or "@" not in name else (stem, provider)
+    return (root, name, "") if is_path or "@" not in name else (root, stem, provider)
 
 
 # Fetched sets
 
 
-def _fetched(name: str, home: str | Path | None) -> Path:
-    folder = usable(name, home)
+def _fetched(name: str) -> Path:
+    folder = usable(name)
     if folder is None:
         raise UserError(f"data set {name!r} has not been fetched: run `fs-lowrank fetch {name}` first")
     return folder
 
 
-def _sentiment(args: Args, home: str | Path | None) -> RawData:
+def _sentiment(args: Args) -> RawData:
     args(*COMMON_ARGS)
-    frame = read_table(_fetched("sentiment", home) / "sentiment.csv")
+    frame = read_table(_fetched("sentiment") / "sentiment.csv")
     rating = frame["rating"].astype(float).to_numpy()
     frame = frame.assign(label=(rating > 0).astype(np.int64))
     nonzero = frame[rating != 0]
@@ -176,8 +174,8 @@ def _sentiment(args: Args, home: str | Path | None) -> RawData:
     return RawData(CLASSIFICATION, unique, None, None, ["negative", "positive"], ["domain"], source, skipped)
 
 
-def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
-    path = _fetched("alpaca_demo", home) / "alpaca_en_demo.json"
+def _alpaca_demo(args: Args) -> RawData:
+    path = _fetched("alpaca_demo") / "alpaca_en_demo.json"
     frame, fields, skipped = instructions(read_table(path), path, args(*LANGUAGE_ARGS))
     source = "LLaMA-Factory 0.9.5, alpaca_en_demo.json: 999 instructions with answers; no official split"
     return RawData(CAUSAL_LM, frame, None, None, [], fields, source, skipped)
@@ -187,9 +185,9 @@ def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
 TOPIC_FILES = {"newsgroups": "20newsgroups", "r52": "reuters-r52"}
 
 
-def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
+def _topics(name: str, args: Args) -> RawData:
     args(*COMMON_ARGS)
-    folder, stem = _fetched(name, home), TOPIC_FILES[name]
+    folder, stem = _fetched(name), TOPIC_FILES[name]
     tables = {}
     for role in ("train", "test"):
         path = folder / f"{stem}-{role}.tab"
@@ -202,7 +200,7 @@ def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
     return labelled(tables, {"text": "Text", "label": "Category"}, source)
 
 
-FETCHED: dict[str, Callable[[Args, str | Path | None], RawData]] = {
+FETCHED: dict[str, Callable[[Args], RawData]] = {
     "sentiment": _sentiment,
     "alpaca_demo": _alpaca_demo,
     **{name: partial(_topics, name) for name in TOPIC_FILES},
@@ -296,8 +294,7 @@ def _load_dataset(name: str, path: str, config: str | None) -> dict[str, pd.Data
 
 def framework_set(data_cfg: Any) -> str:
     """Which of ``SETS`` ``data.type`` names; empty for other data, and where a file of the user's own has that name."""
-    root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
-    stem, provider = _split_name(str(data_cfg.type or "").strip(), root)
+    root, stem, provider = _located(data_cfg)
     spec = SETS.get(stem.lower(), {}) if provider == "llm" else {}
     named = (under(root, f"{stem}{suffix}") for suffix in ("", ".jsonl", ".json"))
     own = any(path.exists() and path.name != spec.get("file") for path in named)
@@ -322,8 +319,7 @@ def user_files(data_cfg: Any) -> dict[str, str]:
 
     Missing files are left out here; reading them raises the error.
     """
-    root = Path(str(data_cfg.root or "")).expanduser()
-    stem, provider = _split_name(str(data_cfg.type or ""), root)
+    root, stem, provider = _located(data_cfg)
     if provider not in ("llm", "") or not is_files(under(root, stem)):
         return {}
     return digests(under(root, stem), data_args(data_cfg))

@@ -1,8 +1,10 @@
 """Image data sets from their standard files and from folders, and the errors for invalid ones."""
 
 import gzip
+import os
 import struct
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ DRAW = np.random.default_rng(0)
 
 
 def load(name, root, home=None, args=()):
-    return load_raw(SimpleNamespace(type=str(name), root=str(root), args=list(args)), home)
+    with mock.patch.dict(os.environ, {"FS_LOWRANK_HOME": str(home)} if home else {}):
+        return load_raw(SimpleNamespace(type=str(name), root=str(root), args=list(args)))
 
 
 def idx(path, array, pack=lambda raw: raw):

@@ -1,8 +1,10 @@
 import csv
 import gzip
 import json
+import os
 from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import pandas as pd
 import pyarrow as pa
@@ -15,7 +17,8 @@ from fs_lowrank.errors import UserError
 
 
 def load(type, root="", args=(), home=None, task="", **more):
-    return load_raw(SimpleNamespace(type=str(type), root=str(root), args=list(args), **more), home, task=task)
+    with mock.patch.dict(os.environ, {"FS_LOWRANK_HOME": str(home)} if home else {}):
+        return load_raw(SimpleNamespace(type=str(type), root=str(root), args=list(args), **more), task=task)
 
 
 def write(path, text):
@@ -578,7 +581,7 @@ def test_numbers_with_fractions_are_no_classes(tmp_path):
 
 
 def fetched(monkeypatch, folder):
-    monkeypatch.setattr("fs_lowrank.data.sources.usable", lambda name, home=None: folder)
+    monkeypatch.setattr("fs_lowrank.data.sources.usable", lambda name: folder)
 
 
 def test_sentiment_takes_the_sign_and_drops_zeros_and_repeats(monkeypatch, tmp_path):
