@@ -99,7 +99,7 @@ class Shortcuts:
         evaluated = sum(evaluation_due(self.config, t) for t in rounds) if client is None else 0
         held_out = {} if client else {split: (examples, evaluated) for split, examples in self.held_out.items()}
         chosen = range(1, len(self.data.clients) + 1) if client is None else range(client, client + 1)
-        prefix.plan(held_out, self._owners(chosen), self.tried)
+        prefix.plan(held_out, self.tried, self._owners(chosen))
         return prefix if prefix else None
 
     def _owners(self, clients: range) -> Owners:
@@ -116,5 +116,4 @@ class Shortcuts:
             Lazy(len(rows), lambda i: f"client {clients[i]}"),
             rows.sums(self.data.train.lengths),
             passes,
-            lambda i: self.data.clients[clients[i] - 1],
         )

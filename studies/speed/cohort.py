@@ -56,7 +56,7 @@ def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict[str, A
     order = np.resize(np.arange(len(data)), clients * rows)
     sets = {f"client {i}": data.select(order[i::clients]) for i in range(clients)}
     prefix = FrozenPrefix(model, {*method.shared}, limit=4e9, changing=method.changed_base(model))
-    prefix.plan({name: (examples, float("inf")) for name, examples in sets.items()})
+    prefix.plan({name: (examples, float("inf")) for name, examples in sets.items()}, data)
     start, lr = method.view(engine.ledger.state), config.train.optimizer.lr
     trained: dict[str, list[dict]] = {}
 

@@ -50,7 +50,7 @@ def logits(prefix, data, batch, kept):
 def test_the_layers_below_do_not_run(tiny_encoder):
     model, data = model_of(tiny_encoder, (2,)), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
-    prefix.plan({"a": (data, 5)})
+    prefix.plan({"a": (data, 5)}, data)
     runs = {i: 0 for i in range(3)}
     for i, layer in enumerate(prefix.layers):
         layer.attention.self.query.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
@@ -73,7 +73,7 @@ def test_an_embedding_that_trains_is_below_the_blocks(tiny_encoder):
             r=2, lora_alpha=4, target_modules=("query",), layers=(2,), extra={"modules_to_save": [saved]}
         )
         prefix = FrozenPrefix(add_adapter(copy.deepcopy(model), spec, 0), {"adapter", "head"}, 1e9)
-        prefix.plan({"a": (examples(), 5)})
+        prefix.plan({"a": (examples(), 5)}, examples())
         assert prefix.depth == depth, "states that depend on a trained embedding cannot be cached"
 
 
@@ -92,7 +92,7 @@ def test_the_budget_goes_by_order_and_use(tiny_encoder, tmp_path, uses, limit, f
     size = int(sets["a"].lengths.sum()) * 32 * 4
     store = None if shared is None else SharedStates(tmp_path / "shared", shared)
     prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, limit * size, store, fewest=fewest)
-    prefix.plan({name: (sets[name], use) for name, use in zip("abcd", uses)})
+    prefix.plan({name: (sets[name], use) for name, use in zip("abcd", uses)}, sets["a"])
     assert prefix.budget == {name: name in kept for name in "abcd"}
     others = [(name, sets[name], np.arange(2)) for name in "abcd" if name not in kept]
     with prefix.states_of(others, torch.device("cpu")):
@@ -105,7 +105,7 @@ def test_a_further_owner_takes_what_the_others_leave(tiny_encoder):
     size = int(data.lengths.sum()) * 32 * 4
     for limit, planned, cached in ((3, True, True), (1, True, False), (3, False, False)):
         prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, limit * size)
-        prefix.plan({"a": (data, 9 * planned)})
+        prefix.plan({"a": (data, 9 * planned)}, data)
         prefix.add("test", data)
         assert prefix.budget.get("test", False) == cached and prefix.planned == (planned + cached) * size
 
@@ -113,7 +113,7 @@ def test_a_further_owner_takes_what_the_others_leave(tiny_encoder):
 def test_an_error_in_the_context_restores_the_model(tiny_encoder):
     model, data = model_of(tiny_encoder, (1,)), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
-    prefix.plan({"a": (data, 5)})
+    prefix.plan({"a": (data, 5)}, data)
     before = logits(prefix, data, np.arange(3), False)
     with pytest.raises(RuntimeError, match="stop"):
         with prefix.states_of([("a", data, np.arange(3))], torch.device("cpu")):
@@ -124,7 +124,7 @@ def test_an_error_in_the_context_restores_the_model(tiny_encoder):
 def test_states_in_half_precision(tiny_encoder):
     model, data = model_of(tiny_encoder, (2,)).to(torch.bfloat16), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
-    prefix.plan({"a": (data, 5)})
+    prefix.plan({"a": (data, 5)}, data)
     kept, plain = (logits(prefix, data, np.arange(5), kept) for kept in (True, False))
     assert kept.dtype == torch.bfloat16 and prefix.cached["a"][0].dtype == torch.bfloat16
     torch.testing.assert_close(kept, plain, atol=0.05, rtol=0.05)
@@ -141,7 +141,7 @@ def with_parts(place, changing=(), limit=1e9):
     enlarge(model, 0.3, "lora_B")
     data = examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, limit, changing=changing)
-    prefix.plan({"a": (data, 5)})
+    prefix.plan({"a": (data, 5)}, data)
     return model, data, prefix
 
 
@@ -227,7 +227,7 @@ def random_model(name):
 
 def planned(name, data):
     prefix = FrozenPrefix(random_model(name), {"adapter", "head"}, 1e9)
-    prefix.plan({"a": (data, 5)})
+    prefix.plan({"a": (data, 5)}, data)
     assert prefix.depth == 2
     return prefix
 
@@ -253,7 +253,7 @@ def test_every_architecture_gives_equal_results_with_the_cache(name, caplog):
 def test_keys_and_values_of_every_family(name):
     model, data = enlarge(random_model(name), 0.3, "lora_B"), examples(causal=name in CAUSAL)
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9, changing=())
-    prefix.plan({"a": (data, 5)})
+    prefix.plan({"a": (data, 5)}, data)
     assert prefix.depth == 2 and prefix.budget == {"a": True} and prefix.parts == KEYS_AND_VALUES[name]
     for batch in (np.arange(9), np.array([3, 0]), np.array([7]), np.array([2, 2])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
@@ -281,7 +281,7 @@ def test_the_samples_that_are_tried_need_not_be_those_of_one_owner():
     data = [Examples({"input_ids": [draw.integers(4, 30, n)] * 3}, np.zeros(3, dtype=int)) for n in (5, 6)]
     for tried, kept in ((data[:1], True), (data, False)):
         prefix = FrozenPrefix(random_model("fnet"), {"adapter", "head"}, 1e9)
-        prefix.plan({"a": (data[0], 5), "b": (data[1], 5)}, trial=samples_to_try(tried))
+        prefix.plan({"a": (data[0], 5), "b": (data[1], 5)}, samples_to_try(tried))
         assert prefix.budget == {"a": kept, "b": kept}
 
 
@@ -292,7 +292,7 @@ def test_the_check_restores_mode_and_random_state(name):
     list(model.modules())[-1].eval()
     modes = [m.training for m in model.modules()]
     numbers, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
-    FrozenPrefix(model, {"adapter", "head"}, 1e9).plan({"a": (data, 5)})
+    FrozenPrefix(model, {"adapter", "head"}, 1e9).plan({"a": (data, 5)}, data)
     assert [m.training for m in model.modules()] == modes and torch.equal(torch.get_rng_state(), numbers)
     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
     assert not any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for m in model.modules())

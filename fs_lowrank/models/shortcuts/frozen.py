@@ -58,20 +58,17 @@ class Owners:
 
     Attributes:
         names, tokens, passes: of each, its name, its number of tokens and of passes over them in the run.
-        examples: gives those of the owner at an index.
     """
 
     names: Sequence[str]
     tokens: np.ndarray
     passes: np.ndarray
-    examples: Callable[[int], Any]
 
     @classmethod
     def from_examples(cls, owners: Mapping[str, tuple[Any, float]]) -> Owners:
         """From (examples, number of passes) by name."""
-        examples = [samples for samples, _ in owners.values()]
-        tokens = np.array([samples.lengths.sum() for samples in examples], np.int64)
-        return cls(list(owners), tokens, np.array([passes for _, passes in owners.values()]), examples.__getitem__)
+        tokens = np.array([samples.lengths.sum() for samples, _ in owners.values()], np.int64)
+        return cls(list(owners), tokens, np.array([passes for _, passes in owners.values()]))
 
 
 class FrozenPrefix:
@@ -131,9 +128,7 @@ class FrozenPrefix:
         for module in self.below:
             module.training = False
 
-    def plan(
-        self, owners: Mapping[str, tuple[Any, float]], clients: Owners | None = None, trial: Any | None = None
-    ) -> None:
+    def plan(self, owners: Mapping[str, tuple[Any, float]], trial: Any, clients: Owners | None = None) -> None:
         """Decide once whose states are cached: of each owner in the given order, and of those with less than a pass
         last, if they fit into the remaining limit.
 
@@ -144,11 +139,10 @@ class FrozenPrefix:
         Args:
             owners: name -> (examples, number of passes over them in the run). Examples with fewer than ``fewest``
                 are not cached.
+            trial: samples of lengths from the shortest to the longest of all owners.
             clients: further owners, who come after ``owners``.
-            trial: samples of lengths from the shortest to the longest of all owners; None: those of the first owner.
         """
-        groups = [group for group in (Owners.from_examples(owners), clients) if group is not None and len(group.names)]
-        trial = groups[0].examples(0) if trial is None else trial
+        groups = [Owners.from_examples(owners), *([] if clients is None else [clients])]
         if self:
             self._probe(trial)
         if not self:
