@@ -195,7 +195,7 @@ BUDGETS = {
     "fs_lowrank.methods": 2477,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 734,  # 700
     "fs_lowrank.rounds": 2221,  # 1,900
-    "fs_lowrank.callbacks": 353,  # 400
+    "fs_lowrank.callbacks": 334,  # 400
     "fs_lowrank.engines": 2000,  # 1,900
     "fs_lowrank.runs": 800,  # 750
     "fs_lowrank.draw": 649,  # 450

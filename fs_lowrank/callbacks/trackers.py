@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import multiprocessing
 import os
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from ..config import Config
@@ -48,39 +47,6 @@ def check_trackers(names: Sequence[str]) -> None:
             raise UserError(f"lowrank.trackers: {name} is not installed; install it with: pip install {name}")
 
 
-class _Worker:
-    """A thread for one tracker, which does one job after the other: MLflow's runs belong to the thread that began
-    them. A thread that hangs is left alone and does not keep the process from ending.
-    """
-
-    def __init__(self, name: str):
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True).start()
-
-    def _serve(self) -> None:
-        while (request := self._queue.get()) is not None:
-            future, work = request
-            try:
-                future.set_result(work())
-            except (Exception, SystemExit) as error:
-                future.set_exception(error)
-
-    def end(self) -> None:
-        """No further jobs will come; a job that hangs is not waited for."""
-        self._queue.put(None)
-
-    def do(self, work: Callable[[], Any]) -> Any:
-        """The result of ``work``; TimeoutError if it takes longer than ``LIMIT`` seconds."""
-        future: Future[Any] = Future()
-        self._queue.put((future, work))
-        try:
-            return future.result(LIMIT)
-        except TimeoutError as error:
-            if future.done():
-                raise
-            raise TimeoutError(f"no answer for {LIMIT:g} s") from error
-
-
 class Trackers(Callback):
     """The trackers of one run. One that fails or hangs is reported, gets no more numbers, and never ends the run.
 
@@ -94,12 +60,14 @@ class Trackers(Callback):
         check_trackers(names)
         self.names = names
         self.open: dict[str, Any] = {}
-        self._threads: dict[str, _Worker] = {}
+        #: a thread for each tracker: MLflow's runs belong to the thread that began them. They are daemons, so one that
+        #: hangs does not keep the process from ending
+        self._threads: dict[str, ThreadPool] = {}
 
     def on_start(self, run: Recorder) -> None:
         #: the run's folder; trackers write their files below it
         self.config, self.outdir = run.config, run.outdir
-        self._threads = {name: _Worker(name) for name in self.names}
+        self._threads = {name: ThreadPool(1) for name in self.names}
         run.exits.callback(self.finish)
         for name in self.names:
             if (tracker := self._try(name, partial(self._start, name))) is not None:
@@ -159,15 +127,18 @@ class Trackers(Callback):
             self._try(name, self.open[name].finish)
         self.open.clear()
         for thread in self._threads.values():
-            thread.end()
+            thread.close()
 
     def _try(self, name: str, work: Callable[[], Any]) -> Any:
         try:
-            return self._threads[name].do(work)
-        except (Exception, SystemExit) as error:  # of a third party's code or server, of any kind
-            logger.warning("lowrank.trackers: %s gets no further numbers: %s", name, f"{type(error).__name__}: {error}")
-            self.open.pop(name, None)
-            return None
+            return self._threads[name].apply_async(work).get(LIMIT)
+        except multiprocessing.TimeoutError:
+            problem = f"no answer for {LIMIT:g} s"
+        except Exception as error:  # of a third party's code or server, of any kind
+            problem = f"{type(error).__name__}: {error}"
+        logger.warning("lowrank.trackers: %s gets no further numbers: %s", name, problem)
+        self.open.pop(name, None)
+        return None
 
 
 def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
