@@ -37,12 +37,18 @@ def average(scores: Mapping[Any, Mapping[str, float]], metric: str) -> float:
     return float(np.average(values, weights=weights))
 
 
-def ranked(record: Mapping[str, Any], split: str, metric: str) -> float | None:
-    """The record's value of a metric, negative where larger is better; None if it has none that is finite."""
+def ranked(record: Mapping[str, Any], split: str, metric: str) -> float:
+    """The record's value of a metric, negative where larger is better; infinite if it has none that is finite."""
     value: float = record["metrics"].get(split, {}).get(metric, math.nan)
     if not math.isfinite(value):
-        return None
+        return math.inf
     return -value if larger_is_better(metric) else value
+
+
+def best_record(history: Iterable[Mapping[str, Any]], split: str, metric: str) -> Mapping[str, Any] | None:
+    """The record of the round with the best value of a metric, the first of equals; None if no value is finite."""
+    best = min(history, key=lambda record: ranked(record, split, metric), default=None)
+    return best if best and math.isfinite(ranked(best, split, metric)) else None
 
 
 class Evaluator:
@@ -152,21 +158,12 @@ class Evaluator:
             f"{main}_worst_decile": worst_tenth(values, larger_is_better(main)),
         }
 
-    def key_value(self, record: Mapping[str, Any]) -> float | None:
-        """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better.
-
-        None if it has none, or one that is not finite.
-        """
-        return ranked(record, *self.config.watched)
-
     def best(self, history: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The record of the best round by validation data (``best_by``), the first of equals.
 
         None if no round has such a metric. Test data never decide.
         """
-        values = ((ranked(record, "val", self.best_by.removeprefix("val_")), record) for record in history)
-        rated = [(value, record) for value, record in values if value is not None]
-        return min(rated, key=lambda pair: pair[0])[1] if rated else None
+        return best_record(history, "val", self.best_by.removeprefix("val_"))
 
     @property
     def best_by(self) -> str:
@@ -194,7 +191,7 @@ class Evaluator:
         """
         stop = self.config.early_stop
         due = (r for r in history if r["metrics"] and evaluation_due(self.config, r["round"]))
-        values = [math.inf if value is None else value for value in map(self.key_value, due)]
+        values = [ranked(record, *self.config.watched) for record in due]
         if stop.improve_indicator_mode == "mean":
             before = values[-stop.patience - 1 : -1]
             return 0 < stop.patience < len(values) and values[-1] > float(np.mean(before)) - stop.delta

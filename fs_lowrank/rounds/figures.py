@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..runs.records import flat_metrics
-from .evaluator import Evaluator, average
+from .evaluator import Evaluator, average, best_record
 
 History = Sequence[Mapping[str, Any]]
 
@@ -23,9 +23,8 @@ def final_figures(history: History, evaluator: Evaluator) -> dict[str, Any]:
     for split in (split for split, metrics in last["metrics"].items() if "acc" in metrics):
         accuracies = [record["metrics"][split]["acc"] for record in evaluated if split in record["metrics"]]
         final[f"{split}_acc_last5"] = float(np.mean(accuracies[-5:]))
-    values = {record["round"]: evaluator.key_value(record) for record in evaluated}
-    if ranked := {round: value for round, value in values.items() if value is not None}:
-        final["best_round"] = min(ranked, key=ranked.__getitem__)
+    if best := best_record(evaluated, *evaluator.config.watched):
+        final["best_round"] = best["round"]
     return final
 
 

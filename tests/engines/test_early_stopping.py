@@ -4,6 +4,7 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.rounds.evaluator import ranked
 from fs_lowrank.runs.summary import of_clients
 
 pytestmark = pytest.mark.more
@@ -91,9 +92,9 @@ def test_a_metric_that_is_not_measured_is_named(settings, key, said):
 
 @pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
 def test_the_watched_key_is_found(settings, key, value):
-    engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
+    config = fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key})
     metrics = {"client_test": {"acc_mean": 0.7}, "val": {"loss": 0.5}, "test": {"acc": 0.9}}
-    assert engine.evaluator.key_value({"metrics": metrics}) == value
+    assert ranked({"metrics": metrics}, *config.watched) == value
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ...callbacks import Callback
 from ...errors import UserError
 from ...jobs.files import write_bytes
 from ...models.adapters import load_tensors
+from ...rounds.evaluator import best_record
 from ...rounds.ledger import Ledger
 from ...rounds.recorder import Recorder
 from ...rounds.workspace import Workspace
@@ -82,8 +83,7 @@ class SavedModels(Callback):
 
     def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         file, freq, number = self.federate.save_to, self.federate.save_freq, record["round"]
-        current, *before = (run.evaluator.key_value(r) for r in (record, *run.history) if r["metrics"] or r is record)
-        if file and current is not None and all(value is None or current < value for value in before):
+        if file and best_record([*run.history, record], *run.config.watched) is record:
             save_state(file, run.workspace, run.ledger, number)
         if file and freq > 0 and number % freq == 0 and number < self.federate.total_round_num:
             save_state(add_prefix_to_path(f"{number}_", file), run.workspace, run.ledger, number)
