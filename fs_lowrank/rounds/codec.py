@@ -53,8 +53,6 @@ class Uniform(Codec):
     exact = False
 
     def __init__(self, nbits: int):
-        if nbits not in _WHOLE_NUMBERS:
-            raise ValueError(f"quantisation to {nbits} bits: expected 8 or 16")
         self.nbits, self.largest = nbits, 2 ** (nbits - 1) - 1
 
     def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -60,6 +60,9 @@ class Intake:
 class RunningMean(Intake):
     """The weighted mean of updates, in the memory of one update. Its rounding depends on the order of arrival.
 
+    It cannot leave out an update after it was added, so a configuration with it has no
+    ``lowrank.max_update_norm_factor`` (``settings.conflicts``).
+
     Args:
         uniform: give every client the same weight (``federate.ignore_weight``).
     """
@@ -80,8 +83,6 @@ class RunningMean(Intake):
         self.samples += update.num_samples
 
     def close(self, without: Collection[int] = ()) -> list[Update]:
-        if without:
-            raise ValueError(f"a running mean cannot leave out clients {sorted(without)} after adding them")
         if not self.samples:
             return []
         means = {name: (total / self.weight).to(self._dtypes[name]) for name, total in self._sums.items()}

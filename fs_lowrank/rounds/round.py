@@ -166,12 +166,8 @@ class Round:
         Args:
             standing: as the client's copy reports it. A copy whose report is unknown or outdated is sent everything.
                 None: it reports none, and is sent the messages that were not delivered to it yet.
-        Raises:
-            ValueError: the round does not wait for this client.
         """
         ledger, waits = self.ledger, client in self._waiting
-        if purpose != "evaluate" and not waits:
-            raise ValueError(f"round {self.number} does not wait for client {client}, so it cannot ask it to {purpose}")
         if purpose == "train" and ledger.drops_out(client, self.number):
             purpose = "follow"
         task = self._tasks.get(client) if waits else ledger.task(client, self.number)
@@ -355,10 +351,6 @@ class Round:
 
     def _updates(self) -> list[Update]:
         """The updates of this exchange, or their mean as a single one."""
-        if self._waiting:
-            raise RuntimeError(
-                f"round {self.number} waits for clients {sorted(self._waiting)}; take or fail them first"
-            )
         refused = self.admission.outliers(self.norms)
         for client, reason in refused.items():
             self._waiting.add(client)
