@@ -41,14 +41,14 @@ class Order:
 
     Attributes:
         purpose: ``train``; ``evaluate``; ``follow`` for a client that drops out, whose copy is kept up to date.
-        since: the round to which the client's copy is up to date now. None: the client is sent everything, changed base
-            weights included, because it is unknown or because that is less. In a further exchange it is ``stands``.
-        stands: the round to which its copy is up to date when it has followed the order.
-        parcel: the tensors that the copy lacks, and the facts ``round``, ``purpose``, ``since``, ``stands``. Further
-            facts: ``whole`` if the tensors are values to load instead of a message to apply; ``encoded`` if they went
-            through the codec; ``undo``, a round whose training does not count; ``stamp`` for a copy that reports its
-            standing. In a round of several exchanges ``exchange`` is the name of this one, and ``goes_on`` whether
-            others follow. In all but the first the client is told the tensors; ``told`` are their names.
+        parcel: the tensors that the copy lacks, and the facts ``round``, ``purpose``, ``since``, ``stands``. ``since``
+            is the round to which the client's copy is up to date now. None: the client is sent everything, changed base
+            weights included, because it is unknown or because that is less. In a further exchange it is ``stands``, the
+            round to which its copy is up to date when it has followed the order. Further facts: ``whole`` if the
+            tensors are values to load instead of a message to apply; ``encoded`` if they went through the codec;
+            ``undo``, a round whose training does not count; ``stamp`` for a copy that reports its standing. In a round
+            of several exchanges ``exchange`` is the name of this one, and ``goes_on`` whether others follow. In all but
+            the first the client is told the tensors; ``told`` are their names.
         sizes: bytes of the tensors as they travel, with and without the head.
         task: the client's work in the round, for a transport whose clients are in this process.
     """
@@ -56,8 +56,6 @@ class Order:
     client: int
     round: int
     purpose: Purpose
-    since: int | None
-    stands: int
     parcel: Parcel
     sizes: Sizes
     task: Task
@@ -206,7 +204,7 @@ class Round:
             tensors, facts["encoded"] = self.codec.encode(tensors), True
         if purpose == "train":
             self.trains.add(client)
-        return Order(client, self.number, purpose, since, ledger.stood, Parcel(tensors, **facts), sizes, task)
+        return Order(client, self.number, purpose, Parcel(tensors, **facts), sizes, task)
 
     def _changed_base(self) -> Mapping[str, Tensor]:
         if self._base is None or self._base[0] != self.ledger.stood:
@@ -220,7 +218,7 @@ class Round:
         ``ledger.forget``. A client that only follows in this round counts as dropped out of it.
         """
         client, ledger = order.client, self.ledger
-        ledger.synced[client] = order.stands
+        ledger.synced[client] = order.parcel.facts["stands"]
         ledger.unknown.discard(client)
         ledger.undone.pop(client, None)
         before = self.downlink.get(client, (0, 0))

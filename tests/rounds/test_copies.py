@@ -129,7 +129,7 @@ def test_processes_that_end_after_every_message(name, tmp_path):
         seen.append(run.round(number, clients))
     for client in (1, 2, 3):
         copy, order = run.evaluated(5, client)
-        assert order.since == 4, "it is sent only what it lacks"
+        assert order.parcel.facts["since"] == 4, "it is sent only what it lacks"
         check_same(copy, run)
     assert not seen[0][1] and seen[1][3] == seen[1][1], "the state before round 1 follows from the seed"
     assert seen[3][3] >= seen[3][1], "who was away lacks more"
@@ -147,9 +147,9 @@ def test_a_copy_that_was_lost_gets_everything(name, tmp_path):
     run.standings[2] = run.copy(2).standing
     assert run.standings[2] == Standing(), "damaged files are not used"
     copy, order = run.evaluated(4, 2)
-    assert order.since is None and order.parcel.facts["whole"]
+    assert order.parcel.facts["since"] is None and order.parcel.facts["whole"]
     check_same(copy, run)
-    assert run.evaluated(4, 2)[1].since == 4
+    assert run.evaluated(4, 2)[1].parcel.facts["since"] == 4
 
 
 def test_what_another_run_has_saved_is_not_used(tmp_path, caplog):
@@ -194,7 +194,7 @@ def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
     copy, order = run.evaluated(24, 3)
     assert bool(order.parcel.facts.get("whole")) == dropped and (not dropped or order.sizes[0] == whole)
     check_same(copy, run)
-    assert run.evaluated(24, 1)[1].since == 23
+    assert run.evaluated(24, 1)[1].parcel.facts["since"] == 23
 
 
 @pytest.mark.more

@@ -111,7 +111,7 @@ def test_a_copy_of_unknown_state_is_sent_everything(said):
     asked(ledger, 2, Standing())  # its facts include the stamp of round 1
     step(ledger, 2, (1, 2))
     order = asked(ledger, 3, said)
-    assert order.since is None and order.parcel.facts["whole"]
+    assert order.parcel.facts["since"] is None and order.parcel.facts["whole"]
     assert order.parcel.tensors.keys() == {A, B, HEAD}
 
 
