@@ -197,7 +197,7 @@ BUDGETS = {
     "fs_lowrank.rounds": 2205,  # 1,900
     "fs_lowrank.callbacks": 334,  # 400
     "fs_lowrank.engines": 1999,  # 1,900
-    "fs_lowrank.runs": 800,  # 750
+    "fs_lowrank.runs": 797,  # 750
     "fs_lowrank.draw": 649,  # 450
     "fs_lowrank.jobs": 679,  # 300
     "front": 2711,  # 2,100

@@ -88,18 +88,15 @@ def read_records(path: Path, up_to: int, digests: Sequence[str] = ()) -> list[Re
     """
     records: list[Record] = []
     *lines, tail = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    if tail:
-        try:
-            _parsed(tail)
-            lines.append(tail)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            logger.warning("%s: line %d was cut off while it was written; it is left out", path, len(lines) + 1)
     remedy = "restore the file, or start the run anew with overwrite=True or in another outdir"
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate([*lines, tail] if tail else lines, start=1):
         try:
             record = _parsed(line)
             included = record["round"] <= up_to
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if number > len(lines):
+                logger.warning("%s: line %d was cut off while it was written; it is left out", path, number)
+                break
             reason = f"{type(error).__name__}: {error}"[:200]
             raise CannotContinue(
                 f"{path}, line {number}: expected the record of a round ({reason}); {remedy}"
