@@ -59,9 +59,7 @@ class Loop:
             self.evaluator.check_watched()
             parts = self.workspace.method, self.workspace.initial_state, self.workspace.sizes
             self.ledger = Ledger(config, *parts, keep_messages=not transport.shares_model, heads=self.workspace.heads)
-            self.recorder = Recorder(
-                self.workspace, self.evaluator, self.ledger, outdir_of(config), callbacks, lock=lock
-            )
+            self.recorder = Recorder(self.evaluator, self.ledger, outdir_of(config), callbacks, lock)
         except BaseException:
             transport.end()
             if lock:

@@ -78,7 +78,7 @@ class Recorder:
     """One run: its workspace, its folder, and its records so far. Callbacks are given it.
 
     Args:
-        workspace, evaluator: of this process.
+        evaluator: of this process; the run is that of its workspace.
         ledger: its state is saved and restored.
         outdir: the folder.
         callbacks: the run calls them beside writing records.
@@ -96,17 +96,16 @@ class Recorder:
 
     def __init__(
         self,
-        workspace: Workspace,
         evaluator: Evaluator,
         ledger: Ledger,
         outdir: Path,
         callbacks: Sequence[Callback],
         lock: FileLock | None = None,
     ):
-        self.workspace, self.evaluator, self.ledger = workspace, evaluator, ledger
-        self.config, self.method = workspace.config, workspace.method
+        self.workspace, self.evaluator, self.ledger = evaluator.workspace, evaluator, ledger
+        self.config, self.method = self.workspace.config, self.workspace.method
         self.outdir, self.callbacks = outdir, list(callbacks)
-        self.checkpoints = Checkpoints(workspace, ledger, outdir)
+        self.checkpoints = Checkpoints(self.workspace, ledger, outdir)
         self.before: dict[str, float] = {}
         self.ended = False
         self.exits = ExitStack()

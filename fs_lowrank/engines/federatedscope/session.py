@@ -94,7 +94,7 @@ class Session:
     def recorder(self) -> Recorder:
         # wandb is told by the framework
         callbacks = self.callbacks(self.config.lowrank.trackers)
-        recorder = Recorder(self.workspace, self.evaluator, self.ledger, self.outdir, callbacks)
+        recorder = Recorder(self.evaluator, self.ledger, self.outdir, callbacks)
         recorder.config_name = self.config_name
         return recorder
 
