@@ -51,7 +51,8 @@ class Examples:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        self.columns = {name: Ragged.of(rows, TOKENS) for name, rows in self.columns.items()}
+        columns = self.columns.items()
+        self.columns = {n: rows if isinstance(rows, Ragged) else Ragged.of(rows, TOKENS) for n, rows in columns}
         if self.labels is not None:
             self.labels = np.asarray(self.labels)
             self.labels = self.labels.astype(np.float32 if self.labels.dtype.kind == "f" else np.int64)

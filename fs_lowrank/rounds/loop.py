@@ -135,11 +135,13 @@ class Loop:
             round.fail(client, "absent", reason)
         invited = sorted(round.waiting)
         answers = self._exchange(round, invited, "train")
-        while waiting := round.waiting:
-            self.on_client(round.number, len(invited) - len(waiting), len(invited))
+        unanswered = {*invited}
+        while unanswered:
+            self.on_client(round.number, len(invited) - len(unanswered), len(invited))
             if (reply := next(answers, None)) is None:
                 break
             order, answer = reply
+            unanswered.discard(order.client)
             if isinstance(answer, Lost):
                 round.fail(order.client, answer.kind, answer.reason)
             elif order.purpose == "train":
