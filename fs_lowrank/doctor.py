@@ -69,7 +69,7 @@ def _engines() -> list[Check]:
     if any(check.ok and check.subject == "engine federatedscope" for check in checks):
         from .engines.federatedscope import compat
 
-        checks += [Check(f"  mended: {m.name}", True, m.reason) for m in compat.applied()]
+        checks += [Check(f"  mended: {name}", True, failure) for name, failure in compat.applied.items()]
     return checks
 
 

@@ -91,14 +91,12 @@ def extend(cfg) -> None:
     """Add the section ``lowrank`` and our keys in other sections to a configuration of the framework."""
     from federatedscope.core.configs.config import CN
 
-    if "lowrank" not in cfg:
-        cfg.lowrank = CN(new_allowed=True)
+    cfg.lowrank = CN(new_allowed=True)
     for name, default, _ in flat_keys(Settings()):
         node, key = _node(cfg, name, create=CN)
         if key not in node:
             node[key] = "" if default is None else default
-    if check not in cfg.__cfg_check_funcs__:
-        cfg.register_cfg_check_fun(check)
+    cfg.register_cfg_check_fun(check)
 
 
 def merge_new_keys(merge):

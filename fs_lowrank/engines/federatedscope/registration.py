@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from .. import locate_federatedscope
-from . import compat
-
 _KEY = "lowrank"
 
 
 def register_all() -> None:
     """Register everything."""
     from federatedscope import register
-
-    from .config import extend
-
-    # The keys come first: if the framework has not been imported yet, its import builds the configuration from them.
-    register.register_config(_KEY, extend)
     from federatedscope.core.configs.config import global_cfg
 
-    extend(global_cfg)  # if it had been imported before
     from . import data, trainer
+    from .config import extend
 
+    extend(global_cfg)
     register.register_data(_KEY, data.load)
     register.register_model(_KEY, _build_model)
     # The framework takes the first function that returns a model, and one of its own fails on every name with "resnet"
@@ -30,7 +23,6 @@ def register_all() -> None:
     register.model_dict.update({key: register.model_dict.pop(key) for key in list(register.model_dict) if key != _KEY})
     register.register_trainer(_KEY, trainer.choose)
     register.register_worker(_KEY, _choose_workers)
-    compat.mend(locate_federatedscope.require(), late=True)
     logging.getLogger("federatedscope.lowrank").setLevel(logging.INFO)
 
 

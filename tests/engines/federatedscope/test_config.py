@@ -132,7 +132,7 @@ try:
     get_data(config=cfg, client_cfgs=None)
 except ValueError as error:
     print("refused", error)
-print(cfg.lowrank.mix, [m.name for m in compat.applied()])
+print(cfg.lowrank.mix, [*compat.applied])
 """)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
