@@ -19,10 +19,9 @@ from ..rounds.round import Order
 from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
 from ..rounds.workspace import Workspace
-from ..runs.folder import check_outdir, claim, outdir_of
+from ..runs.folder import check_outdir
 from ..runs.result import RunResult
 from .pool import Processes, processes_of
-from .program import check_others
 
 
 class SharedModel(Transport):
@@ -59,13 +58,10 @@ class LocalEngine(Loop):
     ):
         check_local(config)
         callbacks = callbacks_of(config, callbacks)
-        count, lock = processes_of(config), None
-        if count > 1:
-            check_others(config)
-            lock = claim(outdir_of(config))  # processes write their logs there from the start
+        count = processes_of(config)
         # Processes load data and model while this one does.
         transport = Processes(config, count) if count > 1 else SharedModel()
-        super().__init__(config, transport, callbacks, on_round, on_client, lock)
+        super().__init__(config, transport, callbacks, on_round, on_client)
         self.method, self.model = self.workspace.method, self.workspace.model
 
 

@@ -38,11 +38,12 @@ from ..rounds.task import Task
 from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
 from ..rounds.workspace import Workspace
-from ..runs.folder import outdir_of
+from ..runs.folder import claim, outdir_of
 from ..settings import Settings
 from ..settings.metrics import CLIENTS
 from ..training.evaluate import BatchScore, mean_scores
 from ..training.metrics import of_outputs
+from .program import check_others
 
 #: of a process, in messages
 NAME = "process {} of federate.process_num"
@@ -79,17 +80,20 @@ class Processes(Transport):
 
     Args:
         config: of the run. count: how many.
+    Raises:
+        UserError: the processes would not have all that ``config`` names. RunFailed: another run writes to its folder.
     """
 
     shares_model = True
 
     def __init__(self, config: Config, count: int):
+        check_others(config)
+        claim(outdir_of(config)).release()  # processes write their logs there before the run locks it
         self.config, self.count = config, count
         self._threads_before = torch.get_num_threads()
         self.threads = max(1, self._threads_before // count)
         torch.set_num_threads(self.threads)
         self.workspace: Workspace | None = None
-        outdir_of(config).mkdir(parents=True, exist_ok=True)
         self.pool = Pool(count, self._prepare, name=NAME, imports=[__name__])
 
     def _prepare(self, rank: int) -> Sequence[Call]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from filelock import FileLock
 from safetensors import SafetensorError
 
 from ..algebra import on_device
@@ -39,7 +38,6 @@ class Loop:
         callbacks: they act beside training (``callbacks.callbacks_of``).
         on_round: called with each round's record; the run ends early if it returns True.
         on_client: called with (round, clients done, clients of the round) as a round proceeds.
-        lock: of the run's folder, if it is locked already; it is released at the end.
     """
 
     def __init__(
@@ -49,7 +47,6 @@ class Loop:
         callbacks: Sequence[Callback],
         on_round: Callable[[dict[str, Any]], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
-        lock: FileLock | None = None,
     ):
         self.config, self.transport = config, transport
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
@@ -59,11 +56,9 @@ class Loop:
             self.evaluator.check_watched()
             parts = self.workspace.method, self.workspace.initial_state, self.workspace.sizes
             self.ledger = Ledger(config, *parts, keep_messages=not transport.shares_model, heads=self.workspace.heads)
-            self.recorder = Recorder(self.evaluator, self.ledger, outdir_of(config), callbacks, lock)
+            self.recorder = Recorder(self.evaluator, self.ledger, outdir_of(config), callbacks)
         except BaseException:
             transport.end()
-            if lock:
-                lock.release()
             raise
 
     def run(self, resume: bool = False) -> RunResult:

@@ -9,7 +9,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from torch import nn
 
 from ..errors import DamagedFile, RunFailed, UserError, nearest, user_errors
@@ -82,7 +81,6 @@ class Recorder:
         ledger: its state is saved and restored.
         outdir: the folder.
         callbacks: the run calls them beside writing records.
-        lock: of the folder, if it is locked already; ``release`` releases it.
 
     Attributes:
         config: the run's configuration. config_name: of its file in the folder.
@@ -100,7 +98,6 @@ class Recorder:
         ledger: Ledger,
         outdir: Path,
         callbacks: Sequence[Callback],
-        lock: FileLock | None = None,
     ):
         self.workspace, self.evaluator, self.ledger = evaluator.workspace, evaluator, ledger
         self.config, self.method = self.workspace.config, self.workspace.method
@@ -109,9 +106,6 @@ class Recorder:
         self.before: dict[str, float] = {}
         self.ended = False
         self.exits = ExitStack()
-        self._locked = lock is not None
-        if lock is not None:
-            self.exits.callback(lock.release)
         #: the records of the finished rounds, and their file once it is open
         self.history: list[dict[str, Any]] = []
         self._records: Records | None = None
@@ -184,8 +178,7 @@ class Recorder:
             RunFailed: another run writes to the folder, or a file cannot be written.
         """
         self.evaluator.check_best()
-        if not self._locked:
-            self.exits.callback(claim(self.outdir).release)
+        self.exits.callback(claim(self.outdir).release)
         check_outdir(self.config, resume)
         remove_unfinished(self.outdir)
         checkpoint, self.history = self.checkpoints.restore() if resume else (None, [])

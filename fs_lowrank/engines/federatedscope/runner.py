@@ -14,7 +14,6 @@ from ...rounds.codec import codec_of
 from ...rounds.intake import Intake
 from ...rounds.loop import Loop
 from ..pool import Processes, processes_of
-from ..program import check_others
 from .config import our_method
 from .distributed import Clients, RemoteClient
 from .session import current
@@ -55,9 +54,6 @@ class LoopRunner:
         if session.role == "server":
             transport = Clients(config, cfg)
         else:
-            if cfg.federate.process_num > 1:  # where there are so many GPUs
-                config = config.replace({"federate.process_num": cfg.federate.process_num})
-            check_others(config)
             config = config.replace({"train.cohort": 1})  # as with one process
             transport = Parallel(config, processes_of(config), cfg)
         loop = Loop(config, transport, session.callbacks(), session.on_round, session.on_client)
