@@ -90,6 +90,7 @@ class Processes(Transport):
         check_others(config)
         claim(outdir_of(config)).release()  # processes write their logs there before the run locks it
         self.config, self.count = config, count
+        self.codec = codec_of(config)
         self._threads_before = torch.get_num_threads()
         self.threads = max(1, self._threads_before // count)
         torch.set_num_threads(self.threads)

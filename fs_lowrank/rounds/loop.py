@@ -19,6 +19,7 @@ from ..training.schedule import evaluation_due
 from .admission import LARGEST, number_of
 from .ending import end_round
 from .evaluator import Evaluator, size_of
+from .intake import Intake
 from .ledger import Ledger
 from .parcel import Parcel
 from .recorder import Callback, Recorder
@@ -38,6 +39,9 @@ class Loop:
         callbacks: they act beside training (``callbacks.callbacks_of``).
         on_round: called with each round's record; the run ends early if it returns True.
         on_client: called with (round, clients done, clients of the round) as a round proceeds.
+
+    Attributes:
+        intake: gives, for each round, where its updates go. By default they are stored until it ends.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Loop:
         on_client: Callable[[int, int, int], object] | None = None,
     ):
         self.config, self.transport = config, transport
+        self.intake: Callable[[], Intake | None] = Intake
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
         try:
             self.workspace = Workspace(config)
@@ -105,7 +110,7 @@ class Loop:
 
     def _round(self, number: int) -> dict[str, Any]:
         transport, base = self.transport, self.workspace.changed_base
-        round = Round(number, self.ledger, intake=transport.intake, codec=transport.codec, base=base)
+        round = Round(number, self.ledger, intake=self.intake, codec=transport.codec, base=base)
         seconds = {"training": 0.0, "aggregation": 0.0}
         finished = None
         while finished is None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..methods import State
 from .codec import Codec
 from .evaluator import Evaluator
-from .intake import Intake
 from .ledger import Ledger, Standing
 from .parcel import Parcel
 from .round import Order
@@ -48,10 +47,6 @@ class Transport(ABC):
         Args:
             workspace: the server's data, method and model. ledger: its state, and which client has what.
         """
-
-    def intake(self) -> Intake | None:
-        """Where the updates of the next round go; None: they are stored until it ends."""
-        return None
 
     def missing(self, clients: Collection[int]) -> Mapping[int, str]:
         """The members of ``clients`` that cannot be asked now, with the reason. Called before each ``exchange``."""

@@ -30,7 +30,6 @@ from ...errors import RunFailed, UserError
 from ...jobs.files import read_json, to_json, write_text
 from ...rounds.codec import codec_of
 from ...rounds.copies import standing_in
-from ...rounds.intake import Intake
 from ...rounds.joining import reported_standing
 from ...rounds.ledger import Ledger
 from ...rounds.node import Node
@@ -43,7 +42,6 @@ from ..members import Members, memory_of
 from ..waiting import replies
 from .session import Session
 from .sharing import Sharing
-from .sums import intake_of
 from .wire import Channel, Listener, Unwelcome, parcel_of, text_of
 
 logger = logging.getLogger("federatedscope.lowrank")
@@ -109,9 +107,6 @@ class Clients(Members):
         self.ended: Parcel | None = None
         #: there is an order, an answer of another process, or the end
         self.news = threading.Condition()
-
-    def intake(self) -> Intake | None:
-        return intake_of(self.cfg, self.workspace)
 
     def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
         """Wait until every client has joined, but no longer than ``lowrank.timeout``.

@@ -7,29 +7,15 @@ many GPUs, and a state dict of one shape in every message.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ...config import Config
-from ...rounds.codec import codec_of
-from ...rounds.intake import Intake
 from ...rounds.loop import Loop
 from ..pool import Processes, processes_of
 from .config import our_method
 from .distributed import Clients, RemoteClient
 from .session import current
 from .sums import intake_of
-
-
-class Parallel(Processes):
-    """Processes that honour the keys of the framework's configuration for updates on their way."""
-
-    def __init__(self, config: Config, count: int, cfg: Any):
-        self.cfg, self.codec = cfg, codec_of(config)
-        super().__init__(config, count)
-
-    def intake(self) -> Intake | None:
-        assert self.workspace is not None
-        return intake_of(self.cfg, self.workspace)
 
 
 class LoopRunner:
@@ -50,13 +36,14 @@ class LoopRunner:
             return {}
         # The framework may have chosen another folder.
         config = session.config.replace(outdir=str(session.outdir.parent), expname=session.outdir.name)
-        transport: Clients | Parallel
+        transport: Clients | Processes
         if session.role == "server":
             transport = Clients(config, cfg)
         else:
             config = config.replace({"train.cohort": 1})  # as with one process
-            transport = Parallel(config, processes_of(config), cfg)
+            transport = Processes(config, processes_of(config))
         loop = Loop(config, transport, session.callbacks(), session.on_round, session.on_client)
+        loop.intake = partial(intake_of, cfg, loop.workspace)
         loop.recorder.config_name = session.config_name
         session.result = loop.run(session.resume)
         return {}

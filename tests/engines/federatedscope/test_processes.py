@@ -117,7 +117,9 @@ def test_the_frameworks_launcher_with_enough_gpus(quick, monkeypatch):
     keys = {"federate.method": "rolora", "federate.share_local_model": True}
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
     cfg = to_framework(quick("apart", keys))
-    data, changed = get_data(config=cfg.clone(), client_cfgs=None)
+    on_gpus = cfg.clone()
+    on_gpus.federate.process_num = 3
+    data, changed = get_data(config=on_gpus, client_cfgs=None)
     cfg.merge_from_other_cfg(changed)
     cfg.freeze(inform=False, save=False)
     cfg.defrost()
@@ -128,5 +130,6 @@ def test_the_frameworks_launcher_with_enough_gpus(quick, monkeypatch):
             data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg), config=cfg.clone()
         ).run()
         same_run(alone, current().result)
+        assert "process_num: 3" in (current().outdir / "config.yaml").read_text()
     finally:
         close_session()
