@@ -12,25 +12,18 @@ def register_all() -> None:
     from federatedscope import register
     from federatedscope.core.configs.config import global_cfg
 
-    from . import data, trainer
+    from . import data, session, trainer
     from .config import extend
 
     extend(global_cfg)
     register.register_data(_KEY, data.load)
-    register.register_model(_KEY, _build_model)
+    register.register_model(_KEY, session.build_model)
     # The framework takes the first function that returns a model, and one of its own fails on every name with "resnet"
     # in it, so ours is moved to the front.
     register.model_dict.update({key: register.model_dict.pop(key) for key in list(register.model_dict) if key != _KEY})
     register.register_trainer(_KEY, trainer.choose)
     register.register_worker(_KEY, _choose_workers)
     logging.getLogger("federatedscope.lowrank").setLevel(logging.INFO)
-
-
-def _build_model(model_config, input_shape):
-    """The adapted model for the next worker of the session; None leaves the model to the framework."""
-    from .session import next_model
-
-    return next_model(model_config.type)
 
 
 def _choose_workers(method: str):

@@ -174,9 +174,9 @@ def current() -> Session:
     return _current
 
 
-def next_model(model_type: str) -> nn.Module | None:
-    """The model for the next worker of the current session; None if there is no session for models of this type."""
-    return _current.next_model() if _current is not None and _current.config.model.type == model_type else None
+def build_model(model_config: Any, input_shape: Any) -> nn.Module | None:
+    """The model for the next worker of the current session; None leaves a model of another type to the framework."""
+    return _current.next_model() if _current is not None and _current.config.model.type == model_config.type else None
 
 
 def close_session() -> None:
