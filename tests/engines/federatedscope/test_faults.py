@@ -75,7 +75,7 @@ def test_no_server(cluster, tmp_path):
     assert log.count("yet; calling it for up to 6 s more") == 1
 
 
-def test_a_full_disk(quick, tmp_path):
+def test_a_full_disk(quick, tmp_path, caplog, capsys):
     """Without its log the run goes on; without another of the framework's files it ends, and can be resumed."""
     config = quick("run", {"federate.method": "rolora", "federate.client_num": 2, "federate.total_round_num": 2})
     folder = Path(config.outdir) / config.expname
@@ -86,6 +86,8 @@ def test_a_full_disk(quick, tmp_path):
         fs_lowrank.run(config, "federatedscope")
     (folder / "eval_results.log").unlink()
     assert len(fs_lowrank.run(config, "federatedscope", resume=True).history) == 2
+    assert "exp_print.log cannot be written ([Errno 28] No space left on device); the run goes on" in caplog.text
+    assert "Logging error" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
