@@ -67,8 +67,8 @@ def _print_plainly() -> None:
 def _give_sampler_int() -> None:
     """core/sampler.py uses np.int, which NumPy 1.24 removed"""
     sampler = importlib.import_module("federatedscope.core.sampler")
-    # in this module alone; numpy itself is not changed
-    vars(sampler)["np"] = types.SimpleNamespace(**{**vars(np), "int": int})
+    # In this module alone; numpy itself is not changed, and its part ``random`` may not be loaded yet.
+    vars(sampler)["np"] = types.SimpleNamespace(**{**vars(np), "int": int, "random": np.random})
 
 
 def _merge_new_keys() -> None:
