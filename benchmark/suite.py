@@ -360,7 +360,7 @@ def import_all(modules: Sequence[str]) -> None:
     from importlib import import_module
 
     sys.path.extend({os.getcwd()} - {*sys.path})  # `python -m` has it, an installed command does not
-    remedy = "it must be installed, or lie in the folder that the command is started in"
+    remedy = "a missing module must be installed, or lie in the folder that the command is started in"
     for name in modules:
         with user_errors(f"imports: {name}", remedy):
             import_module(name)

@@ -63,16 +63,15 @@ def check(options: Options, root: Path) -> None:
             )
         # Checked before the task is built, because HumanEval's definition asks a hub for its metric.
         if entry is not None and (entry.cfg or {}).get("unsafe_code"):
-            raise UserError(
-                f"lm-eval's task {name!r} runs generated code; for HumanEval use {{scorer: humaneval}} with "
-                "--unsafe-code"
-            )
+            raise _unsafe(name)
     with local_first(root):
         try:
             tasks = index.load(options.tasks)["tasks"]
         except ValueError as error:  # such as a task that is also in a group
             raise UserError(f"evaluation: {error}") from error
     for name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False):  # of a group; lm-eval would refuse it after the training
+            raise _unsafe(name)
         default = task.get_config("num_fewshot")
         shots = default if default == 0 or options.num_fewshot is None else options.num_fewshot
         if shots and not len(list(task.fewshot_docs() or [])):
@@ -181,6 +180,12 @@ def manager():
     except ImportError as error:
         raise UserError("this scorer needs the package lm-eval: pip install 'fs-lowrank[eval]'") from error
     return TaskManager()
+
+
+def _unsafe(name: str) -> UserError:
+    return UserError(
+        f"lm-eval's task {name!r} runs generated code; for HumanEval use {{scorer: humaneval}} with --unsafe-code"
+    )
 
 
 @contextmanager

@@ -22,7 +22,8 @@ def with_params(cls: Any, params: Mapping[str, Any]) -> str:
         params: all hyperparameters.
     """
     defaults = params_defaults(cls)
-    changed = [f"lowrank.{n} = {value}" for n, value in params.items() if n not in defaults or value != defaults[n]]
+    pairs = [(name, value) for name, value in params.items() if name not in defaults or value != defaults[name]]
+    changed = [f"lowrank.{name} = {str(value):.80}" for name, value in pairs]
     return f"{cls.name} with {', '.join(changed)}" if changed else str(cls.name)
 
 

@@ -16,6 +16,7 @@ def register_all() -> None:
     from .config import extend
 
     extend(global_cfg)
+    register.register_config(_KEY, extend)  # for configurations that the framework builds later
     register.register_data(_KEY, data.load)
     register.register_model(_KEY, session.build_model)
     # The framework takes the first function that returns a model, and one of its own fails on every name with "resnet"
